@@ -1,0 +1,188 @@
+"""Images and 0/1 labels from a CSV file, checked before training starts.
+
+The CSV has three columns: `image` (a file name), `path` (its folder, absolute or relative to the CSV) and `label`
+(0 or 1). Further columns are kept and ignored.
+"""
+
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pandas as pd
+import torch
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from torch.utils.data import Dataset
+from tqdm.auto import tqdm
+
+DATA = Path(__file__).resolve().parent.parent / "data"
+COLUMNS = ["image", "path", "label"]
+SHOWN = 5  # bad rows spelt out in one error; the rest are counted
+
+
+class DatasetError(ValueError):
+    """Bad input data. The message names the rows, the files and the fix."""
+
+
+def load_table(csv):
+    """Read a CSV file and check every row of it, short of decoding the images.
+
+    Returns a DataFrame with the CSV's columns and two more: `file`, the image's absolute path, and `line`, its line
+    in the CSV (the header is line 1). `label` is an int.
+    Raises DatasetError for a missing or empty CSV, a missing column, a label that is not 0 or 1, a relative path that
+    leaves the CSV's folder, and a missing file.
+    """
+    csv = Path(csv).expanduser().resolve()
+    try:
+        table = pd.read_csv(csv, dtype=str, keep_default_na=False, encoding="utf-8-sig", skip_blank_lines=False)
+    except FileNotFoundError:
+        raise DatasetError(f"{csv} does not exist. Give the path of a CSV file with the columns {COLUMNS}.") from None
+    except pd.errors.EmptyDataError:
+        raise DatasetError(f"{csv} is empty. Its first line must name the columns {COLUMNS}.") from None
+    except (UnicodeDecodeError, pd.errors.ParserError, OSError) as error:
+        raise DatasetError(f"{csv} cannot be read as a CSV file: {error}. Save it as UTF-8, comma-separated.") from None
+
+    missing = [column for column in COLUMNS if column not in table]
+    if missing:
+        raise DatasetError(f"{csv} has no column {missing}: it has {list(table)}. Rename or add the column.")
+    table["line"] = table.index + 2
+    table = table[(table[COLUMNS] != "").any(axis=1)].reset_index(drop=True)
+    if table.empty:
+        raise DatasetError(f"{csv} has no rows below its header. Add one row an image.")
+
+    table["file"] = [str((csv.parent / folder / image).resolve()) for folder, image in zip(table.path, table.image)]
+    _raise_if_any(csv, [(row.line, problem) for row in table.itertuples() if (problem := _problem(row, csv.parent))])
+    table["label"] = table.label.astype(float).astype(int)
+    return table
+
+
+def _problem(row, folder):
+    """What is wrong with one row, and how to mend it; None if nothing is."""
+    if not row.image:
+        return "`image` is empty. Write the image's file name there."
+    if row.label not in ("0", "1", "0.0", "1.0"):
+        return f"{row.image}: label {row.label!r} is not 0 or 1. Write 0 for one class and 1 for the other."
+    file = Path(row.file)
+    if not Path(row.path, row.image).is_absolute() and not file.is_relative_to(folder):
+        return f"{row.image}: {row.path!r} leads out of {folder}. Move the image in, or write an absolute path."
+    if not file.is_file():
+        return f"{file} does not exist. Correct `image` or `path`, or remove the row."
+    return None
+
+
+def _raise_if_any(source, problems):
+    if not problems:
+        return
+    shown = "\n".join(f"  line {line}: {problem}" for line, problem in problems[:SHOWN])
+    more = f"\n  and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+    raise DatasetError(f"{source}: {len(problems)} bad row(s).\n{shown}{more}")
+
+
+def read_image(file):
+    """Decode an image file into a uint8 array of shape (height, width, 3) in RGB; None if it cannot be decoded.
+
+    Grey images get three equal channels, an alpha channel is dropped, 16-bit images become 8-bit, and the EXIF
+    orientation is applied.
+    """
+    # imdecode refuses a truncated file, which imread would fill up with grey; it also copes with any file name.
+    encoded = np.fromfile(file, dtype=np.uint8)
+    return cv2.imdecode(encoded, cv2.IMREAD_COLOR_RGB) if encoded.size else None
+
+
+class ImageDataset(Dataset):
+    """The images of a table from `load_table`, resized to one size.
+
+    Item i is `(image, label)`: float32 tensors of shape (3, height, width), RGB in [0, 1], and (1,).
+    `size` is OpenCV's (width, height). With `check=True` every file is decoded once, here, with a progress bar;
+    DatasetError names all that cannot be decoded. `check=False` is for files that have been checked before.
+    """
+
+    def __init__(self, table, size=(384, 512), check=True):
+        width, height = size
+        if width < 1 or height < 1:
+            raise ValueError(f"size is (width, height) in pixels, at least (1, 1); got {size}")
+        if table.empty:
+            raise DatasetError("The table has no rows. Give a table from load_table with at least one image.")
+        self.files = table.file.tolist()
+        self.labels = torch.tensor(table.label.to_numpy(), dtype=torch.float32).unsqueeze(1)
+        self.size = (width, height)
+        if check:
+            lines = table.line if "line" in table else table.index
+            rows = tqdm(zip(lines, self.files), total=len(self.files), desc="Checking images", leave=False)
+            _raise_if_any("The images", [(line, _unreadable(file)) for line, file in rows if read_image(file) is None])
+
+    def __len__(self):
+        return len(self.files)
+
+    def __getitem__(self, index):
+        image = read_image(self.files[index])
+        if image is None:
+            raise DatasetError(_unreadable(self.files[index]))
+        image = cv2.resize(image, self.size)
+        return torch.from_numpy(image).permute(2, 0, 1).float().div(255), self.labels[index]
+
+
+def _unreadable(file):
+    size = Path(file).stat().st_size
+    return f"{file} ({size:,} bytes) is not an image that OpenCV can decode. Replace the file or remove its row."
+
+
+def load_pair(train_csv, held_out_csv=None, held_out_share=0.2):
+    """Load the training and the held-out table: `(train, held_out)`.
+
+    Without `held_out_csv`, `held_out_share` of the rows of `train_csv` is held out, the same rows every time and
+    as many of each label as in the whole.
+    """
+    table = load_table(train_csv)
+    if held_out_csv is not None:
+        return table, load_table(held_out_csv)
+    counts = table.label.value_counts()
+    if len(counts) < 2 or counts.min() < 2:
+        raise DatasetError(f"{train_csv} needs at least 2 rows of each label to hold some out; it has {dict(counts)}.")
+    train, held_out = train_test_split(table, test_size=held_out_share, stratify=table.label, random_state=0)
+    return train.sort_index().reset_index(drop=True), held_out.sort_index().reset_index(drop=True)
+
+
+def write_digits(folder, side=32):
+    """Write scikit-learn's 1,797 handwritten digits as JPEG files with `train.csv` and `held_out.csv`.
+
+    The label says whether the digit is odd. A fifth of each digit is held out. Source: E. Alpaydin and C. Kaynak,
+    Optical Recognition of Handwritten Digits, UCI Machine Learning Repository, 1998, doi:10.24432/C50P49.
+    """
+    folder = Path(folder)
+    (folder / "images").mkdir(parents=True, exist_ok=True)
+    digits = load_digits()
+    names = [f"{i:04d}.jpg" for i in range(len(digits.target))]
+    for name, pixels in zip(names, digits.images):
+        grey = np.round(pixels * 255 / 16).astype(np.uint8)
+        image = cv2.resize(grey, (side, side), interpolation=cv2.INTER_CUBIC)
+        cv2.imwrite(str(folder / "images" / name), image, [cv2.IMWRITE_JPEG_QUALITY, 90])
+    table = pd.DataFrame({"image": names, "path": "images", "label": digits.target % 2, "digit": digits.target})
+    train, held_out = train_test_split(table, test_size=0.2, stratify=table.digit, random_state=0)
+    train.sort_index().to_csv(folder / "train.csv", index=False, lineterminator="\n")
+    held_out.sort_index().to_csv(folder / "held_out.csv", index=False, lineterminator="\n")
+
+
+def write_pets(folder, download=True):
+    """Write `train.csv` and `held_out.csv` for the Oxford-IIIT Pet photographs; returns their paths.
+
+    The label is 0 for a cat, 1 for a dog. `folder` then holds `oxford-iiit-pet/`, 800 MB, downloaded by torchvision
+    if it is not there yet. Photographs that OpenCV cannot decode are left out, and named.
+    Source: O. Parkhi, A. Vedaldi, A. Zisserman, C. Jawahar, Cats and Dogs, CVPR 2012.
+    Raises RuntimeError, from torchvision, if the photographs are absent and `download` is False.
+    """
+    from torchvision.datasets import OxfordIIITPet
+
+    written = []
+    for split, name in [("trainval", "train.csv"), ("test", "held_out.csv")]:
+        OxfordIIITPet(folder, split=split, download=download)
+        base = Path(folder) / "oxford-iiit-pet"
+        pets = pd.read_csv(base / f"annotations/{split}.txt", sep=" ", names=["name", "class", "species", "breed"])
+        table = pd.DataFrame({"image": pets.name + ".jpg", "path": "images", "label": pets.species - 1})
+        rows = tqdm(table.image, desc=f"Checking {split}", leave=False)
+        readable = np.array([read_image(base / "images" / image) is not None for image in rows])
+        if not readable.all():
+            print(f"Left out, as OpenCV cannot decode them: {', '.join(table.image[~readable])}")
+        table[readable].to_csv(base / name, index=False)
+        written.append(base / name)
+    return written

@@ -1,0 +1,154 @@
+"""What this machine is, and which number formats its arithmetic units know."""
+
+import hashlib
+import os
+import platform
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
+
+import cv2
+import pandas as pd
+import pynvml
+import torch
+
+# Formats: "Tensor Core data types" in NVIDIA's CUDA Programming Guide; FP6 and FP4: `mma` in the PTX ISA.
+# The rate of fp16 on Pascal: "Arithmetic instructions" in the CUDA Programming Guide.
+GENERATIONS = pd.DataFrame(
+    [
+        ("Pascal", 2016, "6.0, 6.1", "P100, GTX 1080", "none", "GTX 10xx: fp16 arithmetic at 1/64 of fp32's rate"),
+        ("Volta", 2017, "7.0", "V100", "fp16", "the first Tensor Cores"),
+        ("Turing", 2018, "7.5", "T4, RTX 2080", "fp16", "GTX 16xx has no Tensor Cores, and is known for fp16 NaNs"),
+        ("Ampere", 2020, "8.0, 8.6", "A100, RTX 3090", "fp16 bf16 TF32", "bf16 needs no loss scaling"),
+        ("Ada", 2022, "8.9", "L4, RTX 4090", "fp16 bf16 TF32 FP8", ""),
+        ("Hopper", 2022, "9.0", "H100, H200", "fp16 bf16 TF32 FP8", ""),
+        ("Blackwell", 2024, "10.0, 12.0", "B200, RTX 5090", "fp16 bf16 TF32 FP8 FP6 FP4", "FP4 with block scales"),
+    ],
+    columns=["generation", "since", "compute capability", "for example", "Tensor Core formats", "note"],
+).set_index("generation")
+
+
+def pick_device():
+    """The accelerator that torch sees (CUDA, Apple's MPS, ...), or else the CPU.
+
+    The environment variable HALF_THE_BITS_DEVICE ("cpu", "cuda:1") overrules it.
+    """
+    if chosen := os.environ.get("HALF_THE_BITS_DEVICE"):
+        return torch.device(chosen)
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
+def native_formats(device):
+    """Which formats the arithmetic units of `device` multiply: a dict from fp16, bf16, TF32 and FP8 to a bool.
+
+    The bool is None where torch has no way to tell (a GPU of another maker).
+    """
+    if device.type == "cuda" and torch.version.hip is None:
+        capability = torch.cuda.get_device_capability(device)
+        tensor_cores = capability >= (7, 0) and "GTX 16" not in torch.cuda.get_device_name(device)
+        since = {"fp16": (7, 0), "bf16": (8, 0), "TF32": (8, 0), "FP8": (8, 9)}
+        return {name: tensor_cores and capability >= first for name, first in since.items()}
+    if device.type == "cpu":
+        flags = torch.cpu.get_capabilities()
+        fp16 = any(flags.get(flag) for flag in ("avx512_fp16", "amx_fp16", "fp16_arith"))
+        bf16 = any(flags.get(flag) for flag in ("avx512_bf16", "amx_bf16", "bf16"))
+        return {"fp16": fp16, "bf16": bf16, "TF32": False, "FP8": False}
+    return dict.fromkeys(["fp16", "bf16", "TF32", "FP8"])
+
+
+def manifest(device):
+    """Everything about this machine that a measurement depends on, as a dict fit for JSON.
+
+    `device`: type, name, driver and, for an NVIDIA GPU, uuid, compute capability, memory in bytes, clocks in MHz,
+    power limit in W and how many other processes use it. `software`: versions. `precision`: the switches of float32
+    arithmetic. `commit`: of this checkout. What NVML cannot tell says why in its place.
+    """
+    return {
+        "device": _gpu(device) if device.type == "cuda" else _cpu(device),
+        "software": {
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+            "timm": version("timm"),
+            "opencv": cv2.__version__,
+        },
+        "precision": {
+            "convolutions": torch.backends.cudnn.conv.fp32_precision,
+            "matmuls": torch.backends.cuda.matmul.fp32_precision,
+            "cudnn_benchmark": torch.backends.cudnn.benchmark,
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+        },
+        "commit": commit(),
+    }
+
+
+def _cpu(device):
+    return {
+        "type": device.type,
+        "name": torch.cpu.get_capabilities().get("cpu_name") or platform.processor() or platform.machine(),
+        "driver": None,
+        "threads": torch.get_num_threads(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def _gpu(device):
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "type": device.type,
+        "name": properties.name,
+        "driver": ask_nvml(lambda gpu: pynvml.nvmlSystemGetDriverVersion(), device),
+        "uuid": str(properties.uuid),
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "memory_total": properties.total_memory,
+        "sm_clock_max_mhz": ask_nvml(lambda gpu: pynvml.nvmlDeviceGetMaxClockInfo(gpu, pynvml.NVML_CLOCK_SM), device),
+        "power_limit_w": ask_nvml(lambda gpu: pynvml.nvmlDeviceGetPowerManagementLimit(gpu) / 1000, device),
+        "other_processes": ask_nvml(_other_processes, device),
+    }
+
+
+def ask_nvml(question, device):
+    """`question(handle)` for NVML's handle of a CUDA device; "unknown: ..." where NVML has no answer.
+
+    The handle is found by UUID, as torch and NVML may count GPUs differently.
+    """
+    try:
+        pynvml.nvmlInit()
+        return question(pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}"))
+    except pynvml.NVMLError as error:
+        return f"unknown: {error}"
+
+
+def _other_processes(gpu):
+    # In a container our own process can bear another number, and then counts as one of the others.
+    return sum(process.pid != os.getpid() for process in pynvml.nvmlDeviceGetComputeRunningProcesses(gpu))
+
+
+def warnings(device):
+    """Sentences on what makes measurements on this machine doubtful; an empty list if nothing was seen."""
+    if device.type != "cuda":
+        return []
+    facts, found = _gpu(device), []
+    if isinstance(facts["other_processes"], str):
+        found.append(f"NVML does not answer ({facts['other_processes']}): no device memory, energy or neighbours.")
+    elif facts["other_processes"]:
+        found.append(f"{facts['other_processes']} other process(es) use this GPU: times and device memory are shared.")
+    if 92301 <= (torch.backends.cudnn.version() or 0) <= 92400:
+        found.append("cuDNN 9.23.1 to 9.24.0 is slow on depthwise convolutions like this model's: use another version.")
+    return found
+
+
+def commit():
+    """The commit of this checkout, "+changes" if helpers differ from it; without Git, a digest of the helpers."""
+    helpers = Path(__file__).resolve().parent
+
+    def git(*words):
+        return subprocess.run(["git", "-C", helpers, *words], capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", ".") else "")
+    except (OSError, subprocess.CalledProcessError):
+        code = b"".join(path.read_bytes() for path in sorted(helpers.glob("*.py")))
+        return f"no Git checkout; helpers' SHA-256 is {hashlib.sha256(code).hexdigest()}"

@@ -1,0 +1,77 @@
+"""The suite's figures: white face, seaborn's colour-blind palette, a marker or a label wherever colour carries meaning."""
+
+import matplotlib.pyplot as plt
+import seaborn as sns
+
+
+def _axes(title, width=7.0, height=3.0):
+    with sns.axes_style("white"):
+        _, axes = plt.subplots(figsize=(width, height), layout="constrained", facecolor="white")
+    axes.set_title(title, loc="left")
+    sns.despine(ax=axes)
+    return axes
+
+
+def bars(values, title, unit, low=None, high=None, reference=None):
+    """Horizontal bars of a Series, each labelled with its number; `low` and `high` (Series) add intervals.
+
+    `reference` draws a vertical line, 1 for instance where the values are ratios.
+    """
+    axes = _axes(title, height=0.9 + 0.45 * len(values))
+    colors = sns.color_palette("colorblind", len(values))
+    error = None if low is None else [values - low, high - values]
+    axes.barh(values.index, values, color=colors, xerr=error, capsize=4, height=0.65)
+    ends = values if high is None else high
+    for row, (value, end) in enumerate(zip(values, ends)):
+        axes.annotate(f"{value:,.3g}", (end, row), xytext=(6, 0), textcoords="offset points", va="center")
+    if reference is not None:
+        axes.axvline(reference, color="black", linewidth=1, linestyle="--")
+    axes.set(xlabel=unit, xlim=(0, 1.15 * max(ends)))
+    axes.invert_yaxis()
+    plt.show()
+
+
+def stacked_bars(table, title, unit):
+    """One horizontal bar a row of `table`, made of its columns; hatched so that grey print tells them apart."""
+    axes = _axes(title, height=1.3 + 0.45 * len(table))
+    left = 0 * table.iloc[:, 0]
+    for column, color, hatch in zip(table, sns.color_palette("colorblind"), ["", "//", "..", "xx", "--", "oo"]):
+        axes.barh(table.index, table[column], left=left, color=color, hatch=hatch, edgecolor="white", label=column)
+        left = left + table[column]
+    for row, total in enumerate(left):
+        axes.annotate(f"{total:,.3g}", (total, row), xytext=(6, 0), textcoords="offset points", va="center")
+    axes.set(xlabel=unit, xlim=(0, 1.15 * left.max()))
+    axes.invert_yaxis()
+    axes.legend(frameon=False, ncols=table.shape[1], loc="upper center", bbox_to_anchor=(0.5, -0.35))
+    plt.show()
+
+
+def curves(table, x, y, by, title):
+    """One line with its own marker for each value of column `by`: the mean of `y`, in a band from minimum to maximum."""
+    axes = _axes(title, height=3.6)
+    extremes = lambda values: (values.min(), values.max())
+    sns.lineplot(
+        table, x=x, y=y, hue=by, style=by, markers=True, dashes=False, palette="colorblind", errorbar=extremes, ax=axes
+    )
+    axes.legend(frameon=False)
+    plt.show()
+
+
+def points(table, x, by, title):
+    """One dot a row of `table` at column `x`, in one line for each value of column `by`, with the mean as a bar."""
+    axes = _axes(title, height=0.9 + 0.5 * table[by].nunique())
+    sns.stripplot(table, x=x, y=by, hue=by, palette="colorblind", jitter=0.2, alpha=0.7, legend=False, ax=axes)
+    means = table.groupby(by, sort=False)[x].mean()
+    axes.scatter(means, means.index, marker="|", s=500, color="black", zorder=3)
+    axes.set(ylabel="")
+    plt.show()
+
+
+def images(pictures, captions):
+    """A row of pictures, tensors of shape (3, height, width) in [0, 1], each under its caption."""
+    _, row = plt.subplots(1, len(pictures), figsize=(1.3 * len(pictures), 1.6), layout="constrained", facecolor="white")
+    for axes, picture, caption in zip(row, pictures, captions):
+        axes.imshow(picture.permute(1, 2, 0))
+        axes.set_title(caption, fontsize=9)
+        axes.axis("off")
+    plt.show()

@@ -1,0 +1,81 @@
+"""Measured results as JSON files: one file a run, complete in itself, written whole or not at all."""
+
+import hashlib
+import json
+import os
+import re
+import tempfile
+from datetime import UTC, datetime
+from pathlib import Path
+
+from jsonschema import Draft202012Validator
+
+DATA = Path(__file__).resolve().parent.parent / "data"
+RECORDS = DATA / "records"
+SCHEMA = DATA / "record.schema.json"
+
+
+class RecordError(ValueError):
+    """A record that lacks part of its provenance or has the wrong shape. The message names the part."""
+
+
+def save_folder():
+    """Where `save` writes: `data/records`, or what the environment variable HALF_THE_BITS_SAVE_TO names."""
+    return Path(os.environ.get("HALF_THE_BITS_SAVE_TO", RECORDS))
+
+
+def new(experiment, arm, config, results, manifest):
+    """A record of kind "measured", stamped with this moment, from `hardware.manifest`'s facts. Not saved yet."""
+    return {
+        "schema": 1,
+        "kind": "measured",
+        "when": datetime.now(UTC).isoformat(timespec="seconds"),
+        "what": {"experiment": experiment, "arm": arm, "config": config},
+        **manifest,
+        "results": results,
+    }
+
+
+def validate(record, source="This record"):
+    """Raise RecordError, naming `source` and every fault, unless `record` follows `data/record.schema.json`."""
+    validator = Draft202012Validator(json.loads(SCHEMA.read_text(encoding="utf-8")))
+    faults = [f"{fault.json_path}: {fault.message}" for fault in validator.iter_errors(record)]
+    if faults:
+        raise RecordError(f"{source} is refused. Complete it with hardware.manifest(device):\n  " + "\n  ".join(faults))
+
+
+def save(record):
+    """Write one record to its own file in `save_folder()` and return the file's path.
+
+    The file appears under its name only when it is complete: a writer killed half-way leaves no broken record.
+    Raises RecordError for incomplete provenance, ValueError for a NaN or an infinity.
+    """
+    text = json.dumps(record, indent=1, allow_nan=False, default=lambda number: number.item()) + "\n"
+    validate(json.loads(text))
+    to = save_folder()
+    to.mkdir(parents=True, exist_ok=True)
+    words = [record["when"][:19], record["what"]["experiment"], record["what"]["arm"], record["device"]["name"]]
+    name = re.sub(r"[^A-Za-z0-9.]+", "-", " ".join(words))
+    path = to / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}.json"
+    with tempfile.NamedTemporaryFile("w", dir=to, suffix=".tmp", delete=False, encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(file.name, path)
+    return path
+
+
+def load_all():
+    """All records of the suite and the reader's own, oldest first, as a list of dicts.
+
+    Raises RecordError, naming the file, for one that is not valid.
+    """
+    records = []
+    for path in sorted({path for folder in (RECORDS, save_folder()) for path in folder.glob("*.json")}):
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise RecordError(f"{path} is not JSON ({error}). Delete it or restore it from Git.") from None
+        validate(record, path)
+        records.append(record)
+    return sorted(records, key=lambda record: record["when"])
