@@ -65,8 +65,8 @@ def warm_up(step, device, steps=5, tolerance=0.01, at_most=12):
     blocks, settled = [], False
     while len(blocks) < at_most and not settled:
         blocks.append(time_block(step, steps, device))
-        before, now = np.median(blocks[-4:-1]), np.median(blocks[-3:])
-        settled = len(blocks) >= 4 and bool(abs(now / before - 1) <= tolerance)
+        if len(blocks) >= 4:
+            settled = bool(abs(np.median(blocks[-3:]) / np.median(blocks[-4:-1]) - 1) <= tolerance)
     return WarmUp(time.perf_counter() - began, first, settled)
 
 

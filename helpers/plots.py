@@ -1,4 +1,4 @@
-"""The suite's figures: white face, seaborn's colour-blind palette, a marker or a label wherever colour carries meaning."""
+"""The suite's figures: white face, seaborn's colour-blind palette, a marker or label wherever colour has a meaning."""
 
 import matplotlib.pyplot as plt
 import seaborn as sns
@@ -47,7 +47,7 @@ def stacked_bars(table, title, unit):
 
 
 def curves(table, x, y, by, title):
-    """One line with its own marker for each value of column `by`: the mean of `y`, in a band from minimum to maximum."""
+    """One line with its own marker for each value of column `by`: the mean of `y`, in a band from min to max."""
     axes = _axes(title, height=3.6)
     extremes = lambda values: (values.min(), values.max())
     sns.lineplot(
@@ -71,7 +71,7 @@ def images(pictures, captions):
     """A row of pictures, tensors of shape (3, height, width) in [0, 1], each under its caption."""
     _, row = plt.subplots(1, len(pictures), figsize=(1.3 * len(pictures), 1.6), layout="constrained", facecolor="white")
     for axes, picture, caption in zip(row, pictures, captions):
-        axes.imshow(picture.permute(1, 2, 0))
+        axes.imshow(picture.permute(1, 2, 0).numpy(force=True))
         axes.set_title(caption, fontsize=9)
         axes.axis("off")
     plt.show()

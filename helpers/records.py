@@ -61,7 +61,7 @@ def save(record):
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(file.name, path)
+    Path(file.name).replace(path)
     return path
 
 

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import nbformat
 from nbclient import NotebookClient
-from reference import environment
 from tqdm import tqdm
+
+from tests.reference import environment
 
 NOTEBOOKS = Path(__file__).resolve().parent.parent / "notebooks"
 

@@ -1,0 +1,188 @@
+import cv2
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader
+
+from helpers.dataset import (
+    DATA,
+    DatasetError,
+    ImageDataset,
+    load_pair,
+    load_table,
+    read_image,
+    write_digits,
+    write_pets,
+)
+
+RED = np.zeros((40, 60, 3), np.uint8) + np.array([200, 30, 10], np.uint8)  # RGB
+
+
+@pytest.fixture
+def photos(tmp_path):
+    """Somebody's own photographs: JPEG and PNG, several sizes, one grey, one with alpha, one rotated by EXIF."""
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    Image.fromarray(RED).save(folder / "a.jpg")
+    Image.fromarray(RED[:, :30]).save(folder / "b.png")
+    Image.fromarray(RED[:, :, 0]).save(folder / "grey.png")
+    Image.fromarray(np.dstack([RED, np.full((40, 60), 128, np.uint8)])).save(folder / "alpha.png")
+    rotated = Image.fromarray(np.concatenate([RED, np.zeros_like(RED)]))  # red above black
+    exif = rotated.getexif()
+    exif[0x0112] = 6  # turn by 90 degrees clockwise to see it upright
+    rotated.save(folder / "rotated.jpg", exif=exif)
+    names = ["a.jpg", "b.png", "grey.png", "alpha.png", "rotated.jpg"]
+    return write_csv(tmp_path, [f"{name},photos,{i % 2}" for i, name in enumerate(names)])
+
+
+def write_csv(folder, rows, header="image,path,label"):
+    csv = folder / "train.csv"
+    csv.write_text("\n".join([header, *rows]) + "\n")
+    return csv
+
+
+def message(csv):
+    with pytest.raises(DatasetError) as error:
+        ImageDataset(load_table(csv), (8, 8))
+    return str(error.value)
+
+
+def test_items_are_float_rgb_and_label(photos):
+    dataset = ImageDataset(load_table(photos), size=(384, 512))
+    image, label = dataset[1]
+    assert image.shape == (3, 512, 384) and image.dtype == torch.float32
+    assert label.shape == (1,) and label.dtype == torch.float32 and label.item() == 1
+    assert torch.allclose(image.mean(dim=(1, 2)) * 255, torch.tensor([200.0, 30.0, 10.0]), atol=2)
+
+
+def test_own_photographs_of_every_kind_train(photos):
+    dataset = ImageDataset(load_table(photos), size=(32, 32))
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 32 * 32, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for images, labels in DataLoader(dataset, batch_size=2):
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(model(images), labels)
+        loss.backward()
+        optimizer.step()
+        assert torch.isfinite(loss)
+
+
+def test_grey_alpha_and_exif_are_read_as_one_sees_them(photos):
+    files = load_table(photos).set_index("image").file
+    grey, alpha, rotated = (read_image(files[name]) for name in ("grey.png", "alpha.png", "rotated.jpg"))
+    assert grey.shape == (40, 60, 3) and (grey == 200).all()
+    assert alpha.shape == (40, 60, 3) and (alpha == RED).all()
+    assert rotated.shape == (60, 80, 3)
+    assert rotated[:, 60:].mean() > 70 and rotated[:, :20].mean() < 10  # what was above is now on the right
+
+
+def test_absolute_folder_may_lie_anywhere(photos, tmp_path):
+    elsewhere = tmp_path / "csv"
+    elsewhere.mkdir()
+    csv = write_csv(elsewhere, [f"a.jpg,{tmp_path / 'photos'},1"])
+    assert ImageDataset(load_table(csv), (4, 4))[0][0].shape == (3, 4, 4)
+
+
+def test_excel_utf8_and_blank_lines_are_fine(photos):
+    photos.write_bytes(b"\xef\xbb\xbfimage,path,label,who\n\na.jpg,photos,1.0,me\n")
+    table = load_table(photos)
+    assert table.label.tolist() == [1] and table.line.tolist() == [3]
+
+
+@pytest.mark.parametrize(
+    "row, words",
+    [
+        ("gone.jpg,photos,1", ["line 2", "gone.jpg", "does not exist", "Correct"]),
+        (",photos,1", ["line 2", "`image` is empty"]),
+        ("a.jpg,photos,2", ["line 2", "a.jpg", "'2' is not 0 or 1", "Write 0"]),
+        ("a.jpg,photos,cat", ["line 2", "a.jpg", "'cat' is not 0 or 1"]),
+        ("a.jpg,photos,", ["line 2", "'' is not 0 or 1"]),
+        ("a.jpg,photos", ["line 2", "'' is not 0 or 1"]),
+        ("photos,.,1", ["line 2", "does not exist"]),  # a folder is no image
+        ("passwd,../..,1", ["line 2", "passwd", "leads out of", "absolute path"]),
+    ],
+)
+def test_bad_row_names_line_file_and_fix(photos, row, words):
+    text = message(write_csv(photos.parent, [row, "b.png,photos,0"]))
+    assert all(word in text for word in words), text
+    assert "1 bad row" in text
+
+
+@pytest.mark.parametrize("content", [b"", b"hello, I am text", "half"])
+@pytest.mark.parametrize("name", ["a.jpg", "b.png"])
+def test_undecodable_image_is_refused_before_training(photos, content, name):
+    file = photos.parent / "photos" / name
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2] if content == "half" else content)
+    text = message(photos)
+    assert name in text and "line" in text and "Replace the file" in text
+    trusting = ImageDataset(load_table(photos), (8, 8), check=False)
+    with pytest.raises(DatasetError, match=name):
+        [trusting[i] for i in range(len(trusting))]
+
+
+def test_bad_csv(tmp_path):
+    with pytest.raises(DatasetError, match="does not exist"):
+        load_table(tmp_path / "none.csv")
+    csv = tmp_path / "train.csv"
+    csv.write_text("")
+    assert "is empty" in message(csv)
+    assert "no column ['label']" in message(write_csv(tmp_path, ["a,b"], header="image,path"))
+    assert "no rows" in message(write_csv(tmp_path, []))
+    csv.write_bytes(b"image,path,label\n\xff\xfe,x,1\n")
+    assert "cannot be read" in message(csv)
+
+
+def test_many_bad_rows_are_counted_not_poured_out(tmp_path):
+    text = message(write_csv(tmp_path, [f"{i}.jpg,photos,1" for i in range(100)]))
+    assert "100 bad row(s)" in text and "and 95 more" in text and len(text.splitlines()) == 7
+
+
+def test_bad_size_and_empty_table(photos):
+    table = load_table(photos)
+    with pytest.raises(ValueError, match="width, height"):
+        ImageDataset(table, (0, 8))
+    with pytest.raises(DatasetError, match="no rows"):
+        ImageDataset(table[:0])
+
+
+def test_one_csv_is_split_the_same_way_every_time(photos):
+    rows = [f"a.jpg,photos,{i % 2}" for i in range(50)]
+    csv = write_csv(photos.parent, rows)
+    train, held_out = load_pair(csv)
+    assert len(train) == 40 and len(held_out) == 10 and held_out.label.mean() == 0.5
+    assert set(train.line).isdisjoint(held_out.line)
+    assert load_pair(csv)[1].equals(held_out)
+    with pytest.raises(DatasetError, match="2 rows of each label"):
+        load_pair(write_csv(photos.parent, rows[:1]))
+
+
+def test_digits_in_the_repository_are_those_that_the_function_writes(tmp_path):
+    write_digits(tmp_path)
+    for name in ("train.csv", "held_out.csv"):
+        assert (tmp_path / name).read_text() == (DATA / "digits" / name).read_text()
+    train, held_out = load_pair(DATA / "digits" / "train.csv", DATA / "digits" / "held_out.csv")
+    assert (len(train), len(held_out)) == (1437, 360)
+    table = pd.concat([train, held_out])
+    assert (table.label == table.digit.astype(int) % 2).all() and table.file.is_unique
+    for file in table.file[::50]:
+        ours, theirs = cv2.imread(file), cv2.imread(file.replace(str(DATA / "digits"), str(tmp_path)))
+        assert np.abs(ours.astype(int) - theirs).max() <= 4  # JPEG libraries may differ in the last bits
+
+
+def test_pets_from_a_tiny_set_laid_out_the_same_way(tmp_path, capsys):
+    base = tmp_path / "oxford-iiit-pet"
+    for folder in ("images", "annotations/trimaps"):
+        (base / folder).mkdir(parents=True)
+    lines = {"trainval": ["Abyssinian_1 1 1 1", "beagle_2 5 2 1"], "test": ["beagle_3 5 2 1", "Bengal_4 6 1 2"]}
+    for split, rows in lines.items():
+        (base / f"annotations/{split}.txt").write_text("\n".join(rows) + "\n")
+        for row in rows:
+            Image.fromarray(RED).save(base / "images" / f"{row.split()[0]}.jpg")
+    (base / "images/Bengal_4.jpg").write_bytes(b"GIF87a")
+    train, held_out = load_pair(*write_pets(tmp_path, download=False))
+    assert train.image.tolist() == ["Abyssinian_1.jpg", "beagle_2.jpg"] and train.label.tolist() == [0, 1]
+    assert held_out.image.tolist() == ["beagle_3.jpg"] and held_out.label.tolist() == [1]
+    assert "Bengal_4.jpg" in capsys.readouterr().out
+    with pytest.raises(RuntimeError, match="not found"):
+        write_pets(tmp_path / "nowhere", download=False)

@@ -1,0 +1,246 @@
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pandas as pd
+import pynvml
+import pytest
+import torch
+from scipy.stats import bootstrap
+
+from helpers import measure
+
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda")
+
+
+def table(**arms):
+    """Block times as `compare` returns them, from one list of seconds an arm."""
+    rows = [
+        {"round": i, "arm": arm, "seconds": seconds} for arm, times in arms.items() for i, seconds in enumerate(times)
+    ]
+    return pd.DataFrame(rows)
+
+
+def test_time_block_measures_a_known_sleep():
+    calls = []
+
+    def step():
+        calls.append(1)
+        time.sleep(0.02)
+
+    assert measure.time_block(step, steps=10, device=CPU, drop=3) == pytest.approx(0.02, rel=0.15)
+    assert len(calls) == 13
+
+
+def test_compare_finds_the_ratio_of_two_known_sleeps():
+    arms = {
+        "slow": lambda: time.sleep(0.006),
+        "fast": lambda: time.sleep(0.003),
+        "slow, again": lambda: time.sleep(0.006),
+    }
+    times = measure.compare(arms, CPU, images=1, rounds=10, steps=3, drop=1)
+    assert len(times) == 30 and times.groupby("arm").size().eq(10).all()
+    ratio = measure.speedup(times, "fast", "slow")
+    assert 1.7 < ratio.low <= ratio.value <= ratio.high < 2.1
+    assert measure.speedup(times, "slow, again", "slow").value == pytest.approx(1, abs=0.05)
+
+
+def test_abba_order_is_balanced_and_reversed():
+    order = measure.abba(["a", "b", "c"], rounds=8, seed=1)
+    for first, second in zip(order[::2], order[1::2]):
+        assert second == first[::-1]
+    positions = {name: sum(row.index(name) for row in order) for name in "abc"}
+    assert set(positions.values()) == {8}  # a drift that grows by one a block costs every arm the same
+    assert order == measure.abba(["a", "b", "c"], rounds=8, seed=1) != measure.abba(["a", "b", "c"], rounds=8, seed=2)
+
+
+def test_interval_is_scipys_own():
+    rng = np.random.default_rng(0)
+    slow, fast = rng.lognormal(0, 0.1, 25), rng.lognormal(-0.5, 0.1, 25)
+    ratio = measure.speedup(table(slow=slow, fast=fast), "fast", "slow", seed=3)
+    expected = bootstrap(
+        (slow, fast),
+        lambda a, b, axis: np.median(a, axis) / np.median(b, axis),
+        paired=True,
+        vectorized=True,
+        method="percentile",
+        rng=3,
+    ).confidence_interval
+    assert (ratio.low, ratio.high) == pytest.approx((expected.low, expected.high))
+    assert ratio.value == np.median(slow) / np.median(fast) and ratio.value in ratio and 1 not in ratio
+    assert str(measure.Ratio(1.5, 1.25, 1.75)) == "1.50 [1.25, 1.75]"
+
+
+def test_interval_covers_the_truth_about_as_often_as_it_says():
+    rng = np.random.default_rng(0)
+    hits = sum(
+        1 in measure.speedup(table(a=rng.normal(1, 0.05, 20), b=rng.normal(1, 0.05, 20)), "b", "a") for _ in range(60)
+    )
+    assert 51 <= hits <= 60  # 95% of 60 is 57
+
+
+def test_summary_table():
+    summary = measure.summary(table(base=[0.1, 0.2, 0.3], twice=[0.05, 0.1, 0.15]), images=32, baseline="base")
+    assert summary.index.tolist() == ["base", "twice"]
+    assert summary.loc["base", ["step (ms)", "IQR (ms)", "images/s", "speedup"]].tolist() == pytest.approx(
+        [200, 100, 160, 1]
+    )
+    assert summary.loc["twice", ["speedup", "low", "high"]].tolist() == pytest.approx([2, 2, 2])
+
+
+def test_one_round_is_not_enough_for_an_interval():
+    with pytest.raises(ValueError, match="at least 2 complete rounds; there are 1"):
+        measure.speedup(table(a=[1.0], b=[1.0]), "a", "b")
+
+
+def test_interrupt_keeps_the_complete_rounds(capsys):
+    calls = []
+
+    def step():
+        calls.append(1)
+        if len(calls) == 8:  # in the fourth round: two calls a round
+            raise KeyboardInterrupt
+
+    times = measure.compare({"a": step, "b": step}, CPU, images=1, rounds=10, steps=1, drop=0)
+    assert times["round"].tolist() == [0, 0, 1, 1, 2, 2]
+    assert "3 of 10 rounds are complete and kept" in capsys.readouterr().out
+
+
+def test_progress_bar_shows_images_per_second(monkeypatch):
+    shown = []
+    monkeypatch.setattr(measure.tqdm, "set_postfix_str", lambda self, text: shown.append(text))
+    measure.compare({"arm": lambda: time.sleep(0.01)}, CPU, images=5, rounds=2, steps=1, drop=0)
+    assert len(shown) == 2 and shown[0].startswith("arm: ") and shown[0].endswith("images/s")
+
+
+def test_warm_up_settles_on_a_steady_step_and_reports_a_slow_first_one():
+    durations = iter([0.1])
+    warm = measure.warm_up(lambda: time.sleep(next(durations, 0.005)), CPU, steps=2, tolerance=0.1)
+    assert warm.settled and warm.first_step > 0.09 and warm.seconds > warm.first_step
+
+
+def test_warm_up_gives_up_on_an_unsteady_step():
+    durations = iter(0.0005 * 1.5**i for i in range(100))
+    warm = measure.warm_up(lambda: time.sleep(next(durations)), CPU, steps=1, at_most=6)
+    assert not warm.settled
+
+
+def test_kept_for_backward_counts_bytes_by_hand():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Sigmoid())
+    x = torch.randn(16, 8)
+    # The linear layer keeps its input (its weight is a parameter), the sigmoid its output.
+    assert measure.kept_for_backward(model, lambda: model(x)) == {"float32": (16 * 8 + 16 * 4) * 4}
+    with torch.autocast("cpu", torch.bfloat16):
+        # The input is kept as bfloat16; its gradient is not asked for, so no 16-bit weight is kept.
+        assert measure.kept_for_backward(model, lambda: model(x)) == {"bfloat16": (16 * 8 + 16 * 4) * 2}
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory: you tried to allocate 9 bytes"),
+    ],
+)
+def test_out_of_memory_halves_the_batch_and_says_so(error, capsys):
+    tried = []
+
+    def run(batch):
+        tried.append(batch)
+        if batch > 10:
+            raise error
+
+    assert measure.fitting_batch(run, 32) == 8 and tried == [32, 16, 8]
+    assert capsys.readouterr().out.splitlines()[0] == "Batch 32 runs out of memory; trying 16."
+
+
+def test_other_errors_are_not_taken_for_out_of_memory():
+    def wrong(batch):
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    with pytest.raises(RuntimeError, match="shapes"):
+        measure.fitting_batch(wrong, 32)
+
+    def hopeless(batch):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        measure.fitting_batch(hopeless, 2)
+
+
+def test_no_gpu_no_memory_figures_and_no_energy():
+    assert measure.memory(lambda: None, CPU) == {}
+    assert measure.energy(lambda: None, 1, CPU) is None
+
+
+# What follows drives the CUDA branches against stand-ins of torch.cuda and NVML: it proves the arithmetic and the
+# order of calls. That the real ones behave so is for a machine with a GPU to show (`uv run pytest --gpu`).
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """A CUDA device that sleeps, counts its synchronisations and draws 100 W."""
+    state = SimpleNamespace(log=[], synchronisations=0)
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at = time.perf_counter()
+            state.log.append("record")
+
+        def synchronize(self):
+            state.synchronisations += 1
+
+        def elapsed_time(self, end):
+            return (end.at - self.at) * 1000
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: state.log.append("reset"))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 1000)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 2000)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="abc"))
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: None)
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", lambda uuid: uuid)
+    monkeypatch.setattr(
+        pynvml, "nvmlDeviceGetTotalEnergyConsumption", lambda gpu: int(time.perf_counter() * 100 * 1000)
+    )
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", lambda gpu: SimpleNamespace(used=4000))
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetComputeRunningProcesses", lambda gpu: state.processes)
+    state.processes = [SimpleNamespace(pid=measure.os.getpid(), usedGpuMemory=3000)]
+    return state
+
+
+def test_cuda_block_is_timed_by_events_with_one_synchronisation(cuda):
+    def step():
+        cuda.log.append("step")
+        time.sleep(0.005)
+
+    assert measure.time_block(step, steps=3, device=CUDA, drop=2) == pytest.approx(0.005, rel=0.2)
+    assert cuda.log == ["step", "step", "record", "step", "step", "step", "record"] and cuda.synchronisations == 1
+
+
+def test_cuda_memory_is_reset_before_it_is_read(cuda):
+    sizes = measure.memory(lambda: cuda.log.append("step"), CUDA, steps=2)
+    assert sizes == {"allocated": 1000, "reserved": 2000, "process": 3000, "device": 4000}
+    assert cuda.log[0] == "reset"
+    cuda.processes.clear()
+    assert "does not list" in measure.memory(lambda: None, CUDA)["process"]
+
+
+def test_joules_per_image_of_a_known_power(cuda):
+    joules = measure.energy(lambda: time.sleep(0.002), images=4, device=CUDA, seconds=0.3)
+    assert joules == pytest.approx(100 * 0.002 / 4, rel=0.2)
+
+
+def test_missing_nvml_is_said_and_not_fatal(cuda, monkeypatch):
+    def missing():
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", missing)
+    assert measure.energy(lambda: None, 1, CUDA, seconds=0.01) is None
+    sizes = measure.memory(lambda: None, CUDA)
+    assert sizes["allocated"] == 1000 and sizes["device"].startswith("unknown: ")

@@ -1,0 +1,69 @@
+import matplotlib
+import matplotlib.pyplot as plt
+import pandas as pd
+import pytest
+import torch
+
+from helpers import plots
+
+
+@pytest.fixture
+def figure(monkeypatch):
+    """Calls a plotting function and returns the one figure that it drew."""
+    matplotlib.use("agg")
+
+    def draw(function, *arguments, **more):
+        plt.close("all")
+        monkeypatch.setattr(plt, "show", lambda: None)
+        function(*arguments, **more)
+        assert plt.get_fignums() == [1]
+        drawn = plt.figure(1)
+        drawn.canvas.draw()
+        assert drawn.get_facecolor() == (1, 1, 1, 1)
+        return drawn
+
+    return draw
+
+
+def texts(figure):
+    return [text.get_text() for text in figure.findobj(matplotlib.text.Text)]
+
+
+def test_bars_carry_their_numbers_intervals_and_reference(figure):
+    speed = pd.Series({"FP32": 1.0, "bf16": 1.62})
+    drawn = figure(plots.bars, speed, "Speed", "times", low=speed - 0.1, high=speed + 0.2, reference=1)
+    assert {"Speed", "times", "FP32", "bf16", "1.62"} <= set(texts(drawn))
+    axes = drawn.axes[0]
+    assert [round(bar.get_width(), 2) for bar in axes.patches] == [1.0, 1.62]
+    assert axes.get_xlim()[0] == 0, "a bar that does not begin at 0 lies"
+    (intervals,) = [part for part in axes.containers if isinstance(part, matplotlib.container.ErrorbarContainer)]
+    low, high = intervals.lines[2][0].get_segments()[1][:, 0]
+    assert (round(low, 2), round(high, 2)) == (1.52, 1.82)
+
+
+def test_stacked_bars_add_up_and_differ_in_more_than_colour(figure):
+    table = pd.DataFrame({"kept": [3.0, 1.5], "weights": [1.0, 1.0]}, index=["FP32", "bf16"])
+    drawn = figure(plots.stacked_bars, table, "Memory", "MB")
+    assert {"4", "2.5", "kept", "weights", "MB"} <= set(texts(drawn))
+    assert len({bar.get_hatch() for bar in drawn.axes[0].patches}) == 2
+
+
+def test_curves_have_markers(figure):
+    table = pd.DataFrame({"epoch": [1, 2, 1, 2], "loss": [0.9, 0.5, 0.8, 0.4], "arm": ["FP32", "FP32", "bf16", "bf16"]})
+    drawn = figure(plots.curves, table, "epoch", "loss", "arm", "Loss")
+    lines = [line for line in drawn.axes[0].lines if len(line.get_xdata())]
+    assert len({line.get_marker() for line in lines}) == 2
+    assert {"Loss", "FP32", "bf16"} <= set(texts(drawn))
+
+
+def test_points_show_every_run_and_the_mean(figure):
+    table = pd.DataFrame({"percent": [96.0, 98.0, 97.0], "arm": ["FP32", "FP32", "bf16"]})
+    drawn = figure(plots.points, table, "percent", "arm", "Accuracy")
+    offsets = [x for dots in drawn.axes[0].collections for x, _ in dots.get_offsets()]
+    assert sorted(offsets) == [96.0, 97.0, 97.0, 97.0, 98.0]  # three runs, two means
+
+
+def test_images_and_captions(figure):
+    drawn = figure(plots.images, [torch.rand(3, 8, 6)] * 2, ["one", "two"])
+    assert {"one", "two"} <= set(texts(drawn))
+    assert drawn.axes[0].images[0].get_array().shape == (8, 6, 3)

@@ -1,0 +1,117 @@
+import copy
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from helpers import records
+from helpers.hardware import manifest
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HALF_THE_BITS_SAVE_TO", str(tmp_path))
+    return tmp_path
+
+
+def a_record(**results):
+    return records.new("test", "bf16", {"batch": 2}, results or {"block_seconds": [0.1, 0.2]}, manifest(CPU))
+
+
+def test_saved_record_comes_back(folder):
+    record = a_record()
+    path = records.save(record)
+    assert path.parent == folder and json.loads(path.read_text()) == record
+    assert record in records.load_all()
+    assert [p.suffix for p in folder.iterdir()] == [".json"]
+
+
+def test_numpy_and_torch_numbers_are_stored_as_numbers(folder):
+    path = records.save(a_record(block_seconds=list(torch.tensor([0.5, 0.25]))))
+    assert json.loads(path.read_text())["results"]["block_seconds"] == [0.5, 0.25]
+
+
+def test_two_runs_in_one_second_are_both_kept(folder):
+    first, second = a_record(block_seconds=[0.1]), a_record(block_seconds=[0.2])
+    second["when"] = first["when"]
+    assert records.save(first) != records.save(second)
+
+
+@pytest.mark.parametrize("part", ["when", "what", "device", "software", "precision", "commit", "results"])
+def test_record_without_provenance_is_refused(folder, part):
+    record = a_record()
+    del record[part]
+    with pytest.raises(records.RecordError, match=f"'{part}' is a required property"):
+        records.save(record)
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize("part", ["torch", "cuda", "cudnn", "timm", "python"])
+def test_each_version_is_required(part):
+    record = a_record()
+    del record["software"][part]
+    with pytest.raises(records.RecordError, match=part):
+        records.validate(record)
+
+
+def test_gpu_record_needs_its_driver_and_uuid():
+    record = a_record()
+    record["device"] = {"type": "cuda", "name": "H200", "driver": None}
+    with pytest.raises(records.RecordError) as error:
+        records.validate(record)
+    assert "uuid" in str(error.value) and "driver" in str(error.value)
+
+
+def test_nan_is_no_result(folder):
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        records.save(a_record(seconds=float("nan")))
+    assert not list(folder.iterdir())
+
+
+def test_broken_file_is_named(folder):
+    (folder / "cut.json").write_text('{"schema": 1,')
+    with pytest.raises(records.RecordError, match=r"cut\.json is not JSON"):
+        records.load_all()
+    (folder / "cut.json").write_text('{"schema": 1}')
+    with pytest.raises(records.RecordError, match=r"cut\.json is refused"):
+        records.load_all()
+
+
+def test_published_figures_are_labelled_as_such():
+    published = [r for r in records.load_all() if r["kind"] == "published"]
+    assert len(published) == 4 and all(r["unknown"] and r["source"] for r in published)
+    claimed = copy.deepcopy(published[0]) | {"kind": "measured"}
+    with pytest.raises(records.RecordError):
+        records.validate(claimed)
+
+
+WRITER = """
+import torch
+from helpers import records
+from helpers.hardware import manifest
+facts = manifest(torch.device("cpu"))
+print("ready", flush=True)
+for i in range(100_000):
+    results = {"block_seconds": [i + 1.0] * 20_000}
+    records.save(records.new("killed", "bf16", {"i": i}, results, facts))
+"""
+
+
+def test_killed_writer_leaves_only_whole_records(folder):
+    writer = subprocess.Popen([sys.executable, "-c", WRITER], stdout=subprocess.PIPE, env=dict(os.environ))
+    assert writer.stdout.readline() == b"ready\n"
+    deadline = time.monotonic() + 30
+    while len(list(folder.glob("*.json"))) < 5 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.0137)
+    writer.send_signal(signal.SIGKILL)
+    writer.wait()
+    mine = [r for r in records.load_all() if r["what"]["experiment"] == "killed"]
+    assert len(mine) >= 5 and all(len(r["results"]["block_seconds"]) == 20_000 for r in mine)
