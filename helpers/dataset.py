@@ -13,7 +13,8 @@ import torch
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch.utils.data import Dataset
-from tqdm.auto import tqdm
+
+from helpers.measure import progress
 
 DATA = Path(__file__).resolve().parent.parent / "data"
 COLUMNS = ["image", "path", "label"]
@@ -108,7 +109,7 @@ class ImageDataset(Dataset):
         self.size = (width, height)
         if check:
             lines = table.line if "line" in table else table.index
-            rows = tqdm(zip(lines, self.files), total=len(self.files), desc="Checking images", leave=False)
+            rows = progress(zip(lines, self.files), total=len(self.files), desc="Checking images")
             _raise_if_any("The images", [(line, _unreadable(file)) for line, file in rows if read_image(file) is None])
 
     def __len__(self):
@@ -179,7 +180,7 @@ def write_pets(folder, download=True):
         base = Path(folder) / "oxford-iiit-pet"
         pets = pd.read_csv(base / f"annotations/{split}.txt", sep=" ", names=["name", "class", "species", "breed"])
         table = pd.DataFrame({"image": pets.name + ".jpg", "path": "images", "label": pets.species - 1})
-        rows = tqdm(table.image, desc=f"Checking {split}", leave=False)
+        rows = progress(table.image, desc=f"Checking {split}")
         readable = np.array([read_image(base / "images" / image) is not None for image in rows])
         if not readable.all():
             print(f"Left out, as OpenCV cannot decode them: {', '.join(table.image[~readable])}")

@@ -16,6 +16,11 @@ from tqdm.auto import tqdm
 from helpers.hardware import ask_nvml
 
 
+def progress(iterable=None, **options):
+    """A tqdm bar that goes when it is done. TQDM_DISABLE=1 hides it; tqdm itself ignores that in a notebook."""
+    return tqdm(iterable, leave=False, disable="TQDM_DISABLE" in os.environ, **options)
+
+
 def synchronize(device):
     """Wait until `device` has done all that was asked of it; nothing to wait for on a CPU."""
     if device.type != "cpu":
@@ -87,15 +92,15 @@ def compare(arms, device, images, rounds=20, steps=10, drop=2, seed=0):
     the measurement and keeps the rounds that were complete.
     """
     rows = []
-    with tqdm(total=rounds * len(arms), desc="Timing", unit="block", leave=False) as progress:
+    with progress(total=rounds * len(arms), desc="Timing", unit="block") as bar:
         try:
             for number, order in enumerate(abba(list(arms), rounds, seed)):
                 block = []
                 for name in order:
                     seconds = time_block(arms[name], steps, device, drop)
                     block.append({"round": number, "arm": name, "seconds": seconds})
-                    progress.set_postfix_str(f"{name}: {images / seconds:,.0f} images/s")
-                    progress.update()
+                    bar.set_postfix_str(f"{name}: {images / seconds:,.0f} images/s")
+                    bar.update()
                 rows += block
         except KeyboardInterrupt:
             print(f"Interrupted: {number} of {rounds} rounds are complete and kept.")
@@ -138,10 +143,11 @@ def speedup(times, arm, baseline, confidence=0.95, seed=0):
 
 
 def summary(times, images, baseline):
-    """One row an arm: median and interquartile range of a step in ms, images/s, and the speedup over `baseline`
-    with its 95% interval, `low` to `high`."""
+    """One row an arm, the baseline first: median and interquartile range of a step in ms, images/s, and the speedup
+    over `baseline` with its 95% interval, `low` to `high`."""
     rows = {}
-    for arm, seconds in times.groupby("arm", sort=False).seconds:
+    for arm in dict.fromkeys([baseline, *times.arm]):
+        seconds = times.seconds[times.arm == arm]
         low, median, high = seconds.quantile([0.25, 0.5, 0.75])
         ratio = speedup(times, arm, baseline)
         rows[arm] = {

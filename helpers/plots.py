@@ -2,6 +2,7 @@
 
 import matplotlib.pyplot as plt
 import seaborn as sns
+from matplotlib.ticker import MaxNLocator
 
 
 def _axes(title, width=7.0, height=3.0):
@@ -48,22 +49,30 @@ def stacked_bars(table, title, unit):
 
 def curves(table, x, y, by, title):
     """One line with its own marker for each value of column `by`: the mean of `y`, in a band from min to max."""
+    if table.empty:
+        print(f"{title}: nothing to draw")
+        return
     axes = _axes(title, height=3.6)
     extremes = lambda values: (values.min(), values.max())
     sns.lineplot(
         table, x=x, y=y, hue=by, style=by, markers=True, dashes=False, palette="colorblind", errorbar=extremes, ax=axes
     )
     axes.legend(frameon=False)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_ylim(bottom=0)
     plt.show()
 
 
 def points(table, x, by, title):
     """One dot a row of `table` at column `x`, in one line for each value of column `by`, with the mean as a bar."""
-    axes = _axes(title, height=0.9 + 0.5 * table[by].nunique())
+    if table.empty:
+        print(f"{title}: nothing to draw")
+        return
+    axes = _axes(title, height=0.9 + 0.6 * table[by].nunique())
     sns.stripplot(table, x=x, y=by, hue=by, palette="colorblind", jitter=0.2, alpha=0.7, legend=False, ax=axes)
     means = table.groupby(by, sort=False)[x].mean()
     axes.scatter(means, means.index, marker="|", s=500, color="black", zorder=3)
-    axes.set(ylabel="")
+    axes.set(ylabel="", ylim=(table[by].nunique() - 0.5, -0.5))
     plt.show()
 
 

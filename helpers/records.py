@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import re
-import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -57,11 +56,12 @@ def save(record):
     words = [record["when"][:19], record["what"]["experiment"], record["what"]["arm"], record["device"]["name"]]
     name = re.sub(r"[^A-Za-z0-9.]+", "-", " ".join(words))
     path = to / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}.json"
-    with tempfile.NamedTemporaryFile("w", dir=to, suffix=".tmp", delete=False, encoding="utf-8") as file:
+    unfinished = path.with_suffix(".tmp")
+    with unfinished.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    Path(file.name).replace(path)
+    unfinished.replace(path)
     return path
 
 

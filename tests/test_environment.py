@@ -1,0 +1,115 @@
+"""One list of dependencies, used by everything, and nothing in the repository that a fresh machine lacks."""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import packages_distributions, version
+from pathlib import Path
+
+import nbformat
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+RUNTIME = {canonicalize_name(r.name): r for r in map(Requirement, PROJECT["project"]["dependencies"])}
+FOR_TESTS = {canonicalize_name(r.name): r for r in map(Requirement, PROJECT["dependency-groups"]["dev"])}
+PINS = {canonicalize_name(r.name): r for r in map(Requirement, PROJECT["tool"]["uv"]["constraint-dependencies"])}
+OURS = {"helpers", "tests"}
+
+
+def imports(source):
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield node.module.split(".")[0]
+
+
+def sources(folder):
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        yield path.read_text(encoding="utf-8")
+    for path in sorted((ROOT / folder).glob("*.ipynb")):
+        yield "\n".join(c.source for c in nbformat.read(path, as_version=4).cells if c.cell_type == "code")
+
+
+@pytest.mark.parametrize("folder", ["helpers", "notebooks", "tests"])
+def test_everything_imported_is_declared(folder):
+    declared = set(RUNTIME) | (set(FOR_TESTS) if folder == "tests" else set())
+    providers = packages_distributions()
+    used = {name for source in sources(folder) for name in imports(source)} - set(sys.stdlib_module_names) - OURS
+    undeclared = {name for name in used if not declared & {canonicalize_name(d) for d in providers.get(name, [])}}
+    assert not undeclared
+
+
+def test_every_dependency_has_a_tested_version_within_its_range():
+    for name, requirement in (RUNTIME | FOR_TESTS).items():
+        (pin,) = PINS[name].specifier
+        assert pin.operator == "==" and requirement.specifier.contains(pin.version), name
+        assert {s.operator for s in requirement.specifier} == {">="}, f"{name}: the range is wide"
+
+
+def test_installed_versions_are_the_tested_ones():
+    if Path(sys.prefix).resolve() != ROOT / ".venv":
+        pytest.skip("this environment was not made by `uv run`, so it may have other versions than the tested ones")
+    wrong = {name: version(name) for name, pin in PINS.items() if not pin.specifier.contains(version(name))}
+    assert not wrong
+
+
+def test_conda_environment_adds_nothing_of_its_own():
+    environment = yaml.safe_load((ROOT / "environment.yml").read_text())
+    assert environment["channels"] == ["conda-forge"]
+    assert environment["dependencies"] == [
+        f"python{PROJECT['project']['requires-python']}",
+        "pip",
+        {"pip": ["-e ."]},
+    ]
+
+
+def tracked():
+    try:
+        listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("not a Git checkout")
+    return listed.splitlines()
+
+
+def test_top_level_is_the_agreed_one():
+    folders = {path.split("/")[0] for path in tracked() if "/" in path}
+    assert folders == {"notebooks", "helpers", "data", "tests", ".ci"}
+    assert not [path for path in tracked() if Path(path).name in ("uv.lock", "requirements.txt", "poetry.lock")]
+
+
+@pytest.mark.parametrize("command", [["check"], ["format", "--check"]])
+def test_code_and_notebooks_are_in_ruff_s_style(command):
+    result = subprocess.run([sys.executable, "-m", "ruff", *command], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_readme_s_links_lead_somewhere():
+    for document in ROOT.glob("*.md"):
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", document.read_text(encoding="utf-8")):
+            assert (ROOT / target).exists(), f"{document.name}: {target}"
+
+
+def test_readme_shows_the_two_commands_first():
+    code = re.findall(r"```\w*\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert code[0].split("\n")[0] == "pip install uv && uv run jupyter lab"
+    assert "pip install uv && uv run pytest" in code[0].splitlines()
+    assert "pip install uv && uv run pytest" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_helpers_stay_small_and_have_no_cycles():
+    modules = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "helpers").glob("*.py")}
+    assert sum(len(text.splitlines()) for text in modules.values()) <= 1500
+    needs = {
+        name: set(re.findall(r"^from helpers\.(\w+) import", text, re.MULTILINE)) for name, text in modules.items()
+    }
+    while ready := [name for name, others in needs.items() if not others & set(needs)]:
+        for name in ready:
+            del needs[name]
+    assert not needs, f"import cycle among {sorted(needs)}"

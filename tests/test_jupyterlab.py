@@ -1,0 +1,109 @@
+"""A person's path through real JupyterLab: it opens on notebook 00, and Run All works."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import nbformat
+import pytest
+from playwright.sync_api import sync_playwright
+
+ROOT = Path(__file__).resolve().parent.parent
+BROWSER = next(filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome", "chrome"])), None)
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome on the PATH to drive JupyterLab with")
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory):
+    """The address, with its token, of JupyterLab started in a copy of the repository, and the copy."""
+    copy = tmp_path_factory.mktemp("lab") / "half-the-bits"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "__pycache__"))
+    for path in (copy / "notebooks").glob("*.ipynb"):  # forget the stored outputs: what is there afterwards is new
+        notebook = nbformat.read(path, as_version=4)
+        for cell in notebook.cells:
+            if cell.cell_type == "code":
+                cell.outputs, cell.execution_count = [], None
+        nbformat.write(notebook, path)
+    environment = {name: value for name, value in os.environ.items() if name != "TQDM_DISABLE"}
+    command = [sys.executable, "-m", "jupyter", "lab", "--no-browser", "--ServerApp.port=0"]
+    server = subprocess.Popen(command, cwd=copy, env=environment, stderr=subprocess.PIPE, text=True)
+    lines = []
+    for line in server.stderr:
+        lines.append(line)
+        if found := re.search(r"http://127\.0\.0\.1:(\d+)/", line):
+            break
+    else:
+        pytest.fail("JupyterLab did not start:\n" + "".join(lines))
+    runtime = Path(subprocess.check_output([sys.executable, "-m", "jupyter", "--runtime-dir"], text=True).strip())
+    token = json.loads((runtime / f"jpserver-{server.pid}.json").read_text())["token"]
+    yield f"http://127.0.0.1:{found[1]}", token, copy
+    server.terminate()
+    server.wait(30)
+
+
+@pytest.fixture
+def page(tmp_path):
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=BROWSER, args=FLAGS)
+        page = browser.new_page(viewport={"width": 1300, "height": 1000})
+        page.errors = []
+        page.on("pageerror", lambda error: page.errors.append(str(error)))
+        yield page
+        browser.close()
+
+
+def run_all(page, path, limit):
+    """Press Run All in the open notebook and save it, again and again, until every cell in the file has run.
+
+    Returns the seconds that this took. Fails on an error in a cell or on the page, or after `limit` seconds.
+    """
+    page.get_by_text("Python 3 (ipykernel) | Idle").wait_for(timeout=60_000)
+    page.locator(".jp-NotebookPanel:not(.lm-mod-hidden) .jp-Cell").first.click()
+    began = time.monotonic()
+    page.get_by_role("menuitem", name="Run", exact=True).click()
+    page.locator(".lm-Menu-itemLabel", has_text=re.compile("^Run All Cells$")).click()
+    while time.monotonic() - began < limit:
+        page.keyboard.press("Control+s")
+        page.wait_for_timeout(1000)
+        try:
+            notebook = nbformat.read(path, as_version=4)
+        except nbformat.reader.NotJSONError:
+            continue  # read while it was being written
+        cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+        failed = [output for cell in cells for output in cell.outputs if output.output_type == "error"]
+        assert not failed, failed
+        assert not page.errors
+        if all(cell.execution_count for cell in cells):
+            assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+            return time.monotonic() - began
+    pytest.fail(f"{path.name}: {sum(not cell.execution_count for cell in cells)} cells had not run after {limit} s")
+
+
+def test_lab_opens_on_the_first_notebook_and_runs_it(lab, page):
+    address, token, copy = lab
+    page.goto(f"{address}/?reset&token={token}")
+    page.wait_for_selector(".jp-NotebookPanel", timeout=60_000)
+    assert page.locator(".jp-mod-current .lm-TabBar-tabLabel").first.text_content() == "00_start_here.ipynb"
+    seconds = run_all(page, copy / "notebooks/00_start_here.ipynb", limit=120)
+    print(f"Run All of notebook 00 took {seconds:.0f} s")
+
+
+def test_experiment_runs_from_image_files_to_the_last_plot(lab, page):
+    address, token, copy = lab
+    page.goto(f"{address}/lab/tree/notebooks/07_fp32_vs_amp_experiment.ipynb?reset&token={token}")
+    page.wait_for_selector(".jp-NotebookPanel", timeout=60_000)
+    seconds = run_all(page, copy / "notebooks/07_fp32_vs_amp_experiment.ipynb", limit=400)
+    print(f"Run All of notebook 07 took {seconds:.0f} s")

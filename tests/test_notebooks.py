@@ -1,0 +1,197 @@
+"""What must hold of every notebook before its outputs are worth comparing. nbval itself compares them."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from tests.execute import NOTEBOOKS, execute
+
+ROOT = NOTEBOOKS.parent
+PATHS = sorted(NOTEBOOKS.glob("*.ipynb"))
+IGNORED = {"nbval-ignore-output", "nbval-skip"}
+COMPARED_AT_LEAST = {"00": 0.70, "07": 0.70}
+
+
+@pytest.fixture(params=PATHS, ids=lambda path: path.stem)
+def path(request):
+    return request.param
+
+
+@pytest.fixture
+def notebook(path):
+    return nbformat.read(path, as_version=4)
+
+
+def code_cells(notebook):
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def prose(notebook):
+    return "\n\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+
+
+def text_outputs(cell):
+    for output in cell.outputs:
+        yield from (output.get("text", ""), output.get("data", {}).get("text/plain", ""))
+
+
+def is_compared(cell):
+    """Whether nbval has text to compare: an ignored cell, a picture alone and no output at all prove nothing."""
+    said = any(text.strip() and not text.startswith("<Figure") for text in text_outputs(cell))
+    return said and not IGNORED & set(cell.metadata.get("tags", []))
+
+
+def test_every_cell_has_run_once_in_order_without_error(notebook):
+    nbformat.validate(notebook)
+    cells = code_cells(notebook)
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    assert not [output for cell in cells for output in cell.outputs if output.output_type == "error"]
+
+
+def test_enough_cells_are_compared(path, notebook):
+    cells = code_cells(notebook)
+    ignored = sum(bool(IGNORED & set(cell.metadata.get("tags", []))) for cell in cells)
+    compared = sum(map(is_compared, cells))
+    assert ignored <= 0.30 * len(cells)
+    assert compared >= COMPARED_AT_LEAST[path.stem[:2]] * len(cells), f"{compared} of {len(cells)}"
+
+
+def test_every_compared_figure_has_a_printed_summary(notebook):
+    for cell in code_cells(notebook):
+        if any("image/png" in output.get("data", {}) for output in cell.outputs):
+            assert is_compared(cell) or IGNORED & set(cell.metadata.get("tags", [])), cell.source
+
+
+def test_cells_are_short(notebook):
+    for cell in code_cells(notebook):
+        if "training-loop" not in cell.metadata.get("tags", []):
+            assert len(cell.source.splitlines()) <= 25, cell.source
+
+
+def test_nothing_of_the_author_s_machine_is_stored(notebook):
+    assert set(notebook.metadata) == {"kernelspec", "language_info"}
+    assert notebook.metadata.kernelspec.name == "python3"
+    outputs = "\n".join(text for cell in code_cells(notebook) for text in text_outputs(cell))
+    assert not re.search(r"(?<![\w.])/(root|home|tmp|var|work|mnt|Users)/", outputs)
+    assert not [o for cell in code_cells(notebook) for o in cell.outputs if o.get("name") == "stderr"]
+
+
+def test_first_screen_tells_what_when_and_for_whom(notebook):
+    first = notebook.cells[0].source
+    assert first.startswith("# ")
+    for phrase in ("You will do", "You will learn", "You need", "minutes.**"):
+        assert phrase in first
+
+
+def test_set_up_cell_is_the_same_everywhere(notebook):
+    first = nbformat.read(PATHS[0], as_version=4)
+    assert code_cells(notebook)[0].source == code_cells(first)[0].source
+    assert len(code_cells(notebook)[0].source.splitlines()) <= 10
+
+
+def test_it_ends_with_questions_and_sources(notebook):
+    text = prose(notebook)
+    assert text.count("<details>") == text.count("</details>") >= 2
+    assert "## Check yourself" in text and "## Where to read more" in text
+
+
+def test_links_lead_somewhere(path, notebook):
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", prose(notebook)):
+        assert (path.parent / target).is_file(), target
+    assert not re.search(r"!\[\]\(", prose(notebook)), "an image needs alt text"
+
+
+def test_the_road_map_lists_every_notebook():
+    road = prose(nbformat.read(NOTEBOOKS / "00_start_here.ipynb", as_version=4))
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for path in PATHS:
+        minutes = re.search(r"\*\*(\d+) minutes", nbformat.read(path, as_version=4).cells[0].source)[1]
+        for text in (road, readme):
+            (row,) = [line for line in text.splitlines() if re.match(rf"\| \[?{path.stem[:2]} ", line)]
+            assert f"| {minutes} |" in row, row
+
+
+def test_one_changed_number_makes_nbval_fail(tmp_path):
+    """The negative control: were nbval comparing nothing, a wrong number would pass."""
+    source = (NOTEBOOKS / "00_start_here.ipynb").read_text(encoding="utf-8")
+    assert source.count("4,008,829 parameters") == 1
+    outcomes = {}
+    for name, text in [("true", source), ("false", source.replace("4,008,829 parameters", "4,008,828 parameters"))]:
+        copy = tmp_path / f"{name}.ipynb"
+        copy.write_text(text, encoding="utf-8")
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "--nbval",
+            "--nbval-current-env",
+            "--no-cov",
+            "-q",
+            "-c",
+            "/dev/null",
+        ]
+        outcomes[name] = subprocess.run([*command, copy], capture_output=True, text=True, cwd=tmp_path)
+    assert outcomes["true"].returncode == 0, outcomes["true"].stdout
+    assert outcomes["false"].returncode == 1 and "1 failed" in outcomes["false"].stdout
+
+
+# The experiment under other settings than the stored ones.
+
+QUICK = "ROUNDS, STEPS, EPOCHS, SEEDS = 4, 2, 1, range(2)\n"
+
+OWN_PHOTOGRAPHS = """
+import cv2, numpy as np
+from pathlib import Path
+folder = Path({folder!r})
+rng = np.random.default_rng(0)
+for i in range(40):
+    size = (20 + i, 50 - i) if i % 3 else (64, 48)
+    picture = rng.integers(0, 128, (*size, 3), np.uint8) + np.uint8(100 * (i % 2))
+    cv2.imwrite(str(folder / f"{{i}}.{{'png' if i % 4 else 'jpg'}}"), picture[:, :, 0] if i % 5 == 0 else picture)
+rows = [f"{{i}}.{{'png' if i % 4 else 'jpg'}},.,{{i % 2}}" for i in range(40)]
+(folder / "mine.csv").write_text("image,path,label\\n" + "\\n".join(rows))
+TRAIN_CSV, HELD_OUT_CSV, BATCH = folder / "mine.csv", None, 8
+"""
+
+INTERRUPT = """
+import sys
+create_model, trained = timm.create_model, []
+def stop_in_the_third_training(*arguments, **more):
+    trained.extend([1] * (sys._getframe(2).f_code.co_name == "train"))
+    if len(trained) == 3:
+        raise KeyboardInterrupt
+    return create_model(*arguments, **more)
+timm.create_model = stop_in_the_third_training
+"""
+
+
+def run_experiment(settings, tmp_path, monkeypatch):
+    """Execute notebook 07 with more settings; returns all that it printed, and the records that it saved."""
+    monkeypatch.setenv("HALF_THE_BITS_SAVE_TO", str(tmp_path / "records"))
+    notebook = execute(NOTEBOOKS / "07_fp32_vs_amp_experiment.ipynb", QUICK + settings)
+    printed = "\n".join(text for cell in code_cells(notebook) for text in text_outputs(cell))
+    saved = [json.loads(file.read_text()) for file in Path(tmp_path / "records").glob("*.json")]
+    return printed, {(r["what"]["experiment"], r["what"]["arm"]): r["results"] for r in saved}
+
+
+def test_own_photographs_train_and_an_interrupt_keeps_what_was_measured(tmp_path, monkeypatch):
+    settings = OWN_PHOTOGRAPHS.format(folder=str(tmp_path)) + INTERRUPT
+    printed, saved = run_experiment(settings, tmp_path, monkeypatch)
+    assert "train: 32 images" in printed and "held out: 8 images" in printed
+    assert "Interrupted: 2 of 4 runs are complete and kept." in printed
+    assert len(saved["07 training", "FP32"]["runs"]) == len(saved["07 training", "bf16"]["runs"]) == 1
+    assert len(saved["07 step", "bf16"]["block_seconds"]) == 4
+    assert "too few for an interval" in printed
+
+
+def test_diverged_runs_are_reported_and_not_plotted_as_numbers(tmp_path, monkeypatch):
+    printed, saved = run_experiment("LR = 1e20", tmp_path, monkeypatch)
+    assert printed.count("seeds that diverged: [0, 1]") == 2
+    assert "diverged: 2 of 2 runs" in printed
+    for arm in ("FP32", "bf16"):
+        assert [run["accuracy"] for run in saved["07 training", arm]["runs"]] == [None, None]
