@@ -18,7 +18,14 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config):
+    config.records = tempfile.TemporaryDirectory(prefix="half-the-bits-")
     if config.getoption("--gpu"):
         config.option.nbval, config.option.nbval_lax = False, True
+        config.option.nbval_cell_timeout = 3600
+        os.environ["HALF_THE_BITS_SAVE_TO"] = config.records.name
     else:
-        os.environ.update(environment(tempfile.mkdtemp(prefix="half-the-bits-")))
+        os.environ.update(environment(config.records.name))
+
+
+def pytest_unconfigure(config):
+    config.records.cleanup()

@@ -4,6 +4,7 @@ The CSV has three columns: `image` (a file name), `path` (its folder, absolute o
 (0 or 1). Further columns are kept and ignored.
 """
 
+import os
 from pathlib import Path
 
 import cv2
@@ -28,14 +29,16 @@ class DatasetError(ValueError):
 def load_table(csv):
     """Read a CSV file and check every row of it, short of decoding the images.
 
-    Returns a DataFrame with the CSV's columns and two more: `file`, the image's absolute path, and `line`, its line
-    in the CSV (the header is line 1). `label` is an int.
+    Returns a DataFrame with the CSV's columns and two more, which replace columns of the same names: `file`, the
+    image's absolute path, and `line`, its line in the CSV (the header is line 1). `label` is an int.
     Raises DatasetError for a missing or empty CSV, a missing column, a label that is not 0 or 1, a relative path that
     leaves the CSV's folder, and a missing file.
     """
-    csv = Path(csv).expanduser().resolve()
+    csv = Path(os.path.normpath(Path(csv).expanduser().absolute()))  # links are not followed: images may be linked in
     try:
-        table = pd.read_csv(csv, dtype=str, keep_default_na=False, encoding="utf-8-sig", skip_blank_lines=False)
+        table = pd.read_csv(
+            csv, dtype=str, keep_default_na=False, index_col=False, encoding="utf-8-sig", skip_blank_lines=False
+        )
     except FileNotFoundError:
         raise DatasetError(f"{csv} does not exist. Give the path of a CSV file with the columns {COLUMNS}.") from None
     except pd.errors.EmptyDataError:
@@ -51,7 +54,7 @@ def load_table(csv):
     if table.empty:
         raise DatasetError(f"{csv} has no rows below its header. Add one row an image.")
 
-    table["file"] = [str((csv.parent / folder / image).resolve()) for folder, image in zip(table.path, table.image)]
+    table["file"] = [os.path.normpath(csv.parent / folder / image) for folder, image in zip(table.path, table.image)]
     _raise_if_any(csv, [(row.line, problem) for row in table.itertuples() if (problem := _problem(row, csv.parent))])
     table["label"] = table.label.astype(float).astype(int)
     return table
@@ -66,7 +69,7 @@ def _problem(row, folder):
     file = Path(row.file)
     if not Path(row.path, row.image).is_absolute() and not file.is_relative_to(folder):
         return f"{row.image}: {row.path!r} leads out of {folder}. Move the image in, or write an absolute path."
-    if not file.is_file():
+    if not os.path.isfile(file):  # noqa: PTH113 (Path.is_file raises on names that no file can have)
         return f"{file} does not exist. Correct `image` or `path`, or remove the row."
     return None
 
@@ -86,8 +89,10 @@ def read_image(file):
     orientation is applied.
     """
     # imdecode refuses a truncated file, which imread would fill up with grey; it also copes with any file name.
-    encoded = np.fromfile(file, dtype=np.uint8)
-    return cv2.imdecode(encoded, cv2.IMREAD_COLOR_RGB) if encoded.size else None
+    try:
+        return cv2.imdecode(np.fromfile(file, dtype=np.uint8), cv2.IMREAD_COLOR_RGB)
+    except (cv2.error, OSError):  # an empty file, a size beyond OpenCV's limit; a file that may not be read
+        return None
 
 
 class ImageDataset(Dataset):
@@ -131,16 +136,20 @@ def _unreadable(file):
 def load_pair(train_csv, held_out_csv=None, held_out_share=0.2):
     """Load the training and the held-out table: `(train, held_out)`.
 
-    Without `held_out_csv`, `held_out_share` of the rows of `train_csv` is held out, the same rows every time and
-    as many of each label as in the whole.
+    Without `held_out_csv`, a `held_out.csv` beside `train_csv` is taken. If there is none, `held_out_share` of the rows
+    is held out, the same rows every time and as many of each label as in the whole.
     """
-    table = load_table(train_csv)
-    if held_out_csv is not None:
-        return table, load_table(held_out_csv)
-    counts = table.label.value_counts()
-    if len(counts) < 2 or counts.min() < 2:
-        raise DatasetError(f"{train_csv} needs at least 2 rows of each label to hold some out; it has {dict(counts)}.")
-    train, held_out = train_test_split(table, test_size=held_out_share, stratify=table.label, random_state=0)
+    table, beside = load_table(train_csv), Path(train_csv).expanduser().with_name("held_out.csv")
+    if held_out_csv is not None or beside.is_file():
+        held_out = load_table(held_out_csv or beside)
+        if common := set(table.file) & set(held_out.file):
+            raise DatasetError(f"{min(common)} and {len(common) - 1} more are in both tables. Test on other images.")
+        return table, held_out
+    try:
+        train, held_out = train_test_split(table, test_size=held_out_share, stratify=table.label, random_state=0)
+    except ValueError as error:
+        counts = table.label.value_counts().to_dict()
+        raise DatasetError(f"{train_csv} has too few rows to hold some out, by label {counts}: {error}") from None
     return train.sort_index().reset_index(drop=True), held_out.sort_index().reset_index(drop=True)
 
 

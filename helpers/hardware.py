@@ -3,6 +3,7 @@
 import hashlib
 import os
 import platform
+import shutil
 import subprocess
 from importlib.metadata import version
 from pathlib import Path
@@ -38,6 +39,17 @@ def pick_device():
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
+def loader_workers(at_most=8):
+    """How many processes may decode images: as many as this process has CPU cores, but none where shared memory,
+    through which they hand over their batches, is small (in containers it often is)."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    shared = Path("/dev/shm")
+    if shared.is_dir() and shutil.disk_usage(shared).free < 2 * 1024**3:
+        print("Less than 2 GiB of shared memory is free: images are decoded without extra processes.")
+        return 0
+    return min(at_most, cores)
+
+
 def native_formats(device):
     """Which formats the arithmetic units of `device` multiply: a dict from fp16, bf16, TF32 and FP8 to a bool.
 
@@ -60,8 +72,8 @@ def manifest(device):
     """Everything about this machine that a measurement depends on, as a dict fit for JSON.
 
     `device`: type, name, driver and, for an NVIDIA GPU, uuid, compute capability, memory in bytes, clocks in MHz,
-    power limit in W and how many other processes use it. `software`: versions. `precision`: the switches of float32
-    arithmetic. `commit`: of this checkout. What NVML cannot tell says why in its place.
+    power limit in W and how many other processes use it. `software`: versions. `precision`: torch's switches.
+    `commit`: of this checkout. What NVML cannot tell says why in its place.
     """
     return {
         "device": _gpu(device) if device.type == "cuda" else _cpu(device),
@@ -76,7 +88,13 @@ def manifest(device):
         },
         "precision": {
             "convolutions": torch.backends.cudnn.conv.fp32_precision,
+            "rnn": torch.backends.cudnn.rnn.fp32_precision,
             "matmuls": torch.backends.cuda.matmul.fp32_precision,
+            "fp16_reduced_precision_reduction": torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
+            "bf16_reduced_precision_reduction": torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+            "cpu_convolutions": torch.backends.mkldnn.conv.fp32_precision,
+            "cpu_matmuls": torch.backends.mkldnn.matmul.fp32_precision,
+            "cudnn_enabled": torch.backends.cudnn.enabled,
             "cudnn_benchmark": torch.backends.cudnn.benchmark,
             "deterministic": torch.are_deterministic_algorithms_enabled(),
         },
@@ -99,11 +117,13 @@ def _gpu(device):
     return {
         "type": device.type,
         "name": properties.name,
-        "driver": ask_nvml(lambda gpu: pynvml.nvmlSystemGetDriverVersion(), device),
+        "driver": _driver(),
         "uuid": str(properties.uuid),
         "compute_capability": f"{properties.major}.{properties.minor}",
         "memory_total": properties.total_memory,
+        "sm_clock_mhz": ask_nvml(lambda gpu: pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_SM), device),
         "sm_clock_max_mhz": ask_nvml(lambda gpu: pynvml.nvmlDeviceGetMaxClockInfo(gpu, pynvml.NVML_CLOCK_SM), device),
+        "memory_clock_mhz": ask_nvml(lambda gpu: pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_MEM), device),
         "power_limit_w": ask_nvml(lambda gpu: pynvml.nvmlDeviceGetPowerManagementLimit(gpu) / 1000, device),
         "other_processes": ask_nvml(_other_processes, device),
     }
@@ -112,18 +132,42 @@ def _gpu(device):
 def ask_nvml(question, device):
     """`question(handle)` for NVML's handle of a CUDA device; "unknown: ..." where NVML has no answer.
 
-    The handle is found by UUID, as torch and NVML may count GPUs differently.
+    The handle is found by UUID, as torch and NVML may count GPUs differently; a slice of a GPU (MIG) has its own.
     """
     try:
         pynvml.nvmlInit()
-        return question(pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}"))
-    except pynvml.NVMLError as error:
+        uuid = torch.cuda.get_device_properties(device).uuid
+        try:
+            gpu = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+        except pynvml.NVMLError_NotFound:
+            gpu = pynvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}")
+        return question(gpu)
+    except (pynvml.NVMLError, pynvml.NVMLLibraryMismatchError) as error:
         return f"unknown: {error}"
 
 
+def _driver():
+    try:
+        pynvml.nvmlInit()
+        return pynvml.nvmlSystemGetDriverVersion()
+    except (pynvml.NVMLError, pynvml.NVMLLibraryMismatchError) as error:
+        return f"unknown: {error}"
+
+
+def gpu_processes(gpu):
+    """The memory in bytes of each process on the GPU behind an NVML handle, by process number.
+
+    In a container NVML sees the host's numbers, or none: then our own is not among them.
+    """
+    running = pynvml.nvmlDeviceGetComputeRunningProcesses(gpu) + pynvml.nvmlDeviceGetGraphicsRunningProcesses(gpu)
+    return {process.pid: process.usedGpuMemory for process in running}
+
+
 def _other_processes(gpu):
-    # In a container our own process can bear another number, and then counts as one of the others.
-    return sum(process.pid != os.getpid() for process in pynvml.nvmlDeviceGetComputeRunningProcesses(gpu))
+    found = gpu_processes(gpu)
+    if found and os.getpid() not in found and torch.cuda.is_initialized():
+        return f"unknown: {len(found)} process(es), of which one may be this one under another number"
+    return len(found.keys() - {os.getpid()})
 
 
 def warnings(device):
@@ -132,7 +176,7 @@ def warnings(device):
         return []
     facts, found = _gpu(device), []
     if isinstance(facts["other_processes"], str):
-        found.append(f"NVML does not answer ({facts['other_processes']}): no device memory, energy or neighbours.")
+        found.append(f"Whether others use this GPU too is not known. NVML says {facts['other_processes']}.")
     elif facts["other_processes"]:
         found.append(f"{facts['other_processes']} other process(es) use this GPU: times and device memory are shared.")
     if 92301 <= (torch.backends.cudnn.version() or 0) <= 92400:
@@ -141,14 +185,16 @@ def warnings(device):
 
 
 def commit():
-    """The commit of this checkout, "+changes" if helpers differ from it; without Git, a digest of the helpers."""
+    """The commit of this checkout, "+changes" if helpers or notebooks differ from it; without Git, helpers' digest."""
     helpers = Path(__file__).resolve().parent
 
     def git(*words):
         return subprocess.run(["git", "-C", helpers, *words], capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", ".") else "")
+        if Path(git("rev-parse", "--show-toplevel")) == helpers.parent:
+            return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", ".", "../notebooks") else "")
     except (OSError, subprocess.CalledProcessError):
-        code = b"".join(path.read_bytes() for path in sorted(helpers.glob("*.py")))
-        return f"no Git checkout; helpers' SHA-256 is {hashlib.sha256(code).hexdigest()}"
+        pass
+    code = b"".join(path.read_bytes() for path in sorted(helpers.glob("*.py")))
+    return f"no Git checkout; helpers' SHA-256 is {hashlib.sha256(code).hexdigest()}"

@@ -1,5 +1,7 @@
 """Time, memory and energy of training steps, measured so that two ways of training can be compared."""
 
+import gc
+import math
 import os
 import re
 import time
@@ -13,7 +15,7 @@ import torch
 from scipy.stats import bootstrap
 from tqdm.auto import tqdm
 
-from helpers.hardware import ask_nvml
+from helpers.hardware import ask_nvml, gpu_processes
 
 
 def progress(iterable=None, **options):
@@ -37,10 +39,11 @@ def time_block(step, steps, device, drop=0):
         step()
     if device.type == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
+        stream = torch.cuda.current_stream(device)  # the device need not be the current one
+        start.record(stream)
         for _ in range(steps):
             step()
-        end.record()
+        end.record(stream)
         end.synchronize()
         return start.elapsed_time(end) / 1000 / steps
     synchronize(device)
@@ -60,8 +63,9 @@ class WarmUp:
     settled: bool
 
 
-def warm_up(step, device, steps=5, tolerance=0.01, at_most=12):
-    """Run blocks of `steps` until two medians of three blocks in a row agree within `tolerance`, or `at_most` blocks.
+def warm_up(step, device, steps=5, tolerance=0.01, at_most=18):
+    """Run blocks of `steps` until the medians of the last three blocks and of the three before agree within
+    `tolerance`, or until `at_most` blocks have run.
 
     Compilation, autotuning and the allocator's growth end up in here, not in what is measured afterwards.
     """
@@ -70,8 +74,8 @@ def warm_up(step, device, steps=5, tolerance=0.01, at_most=12):
     blocks, settled = [], False
     while len(blocks) < at_most and not settled:
         blocks.append(time_block(step, steps, device))
-        if len(blocks) >= 4:
-            settled = bool(abs(np.median(blocks[-3:]) / np.median(blocks[-4:-1]) - 1) <= tolerance)
+        if len(blocks) >= 6:
+            settled = bool(abs(np.median(blocks[-3:]) / np.median(blocks[-6:-3]) - 1) <= tolerance)
     return WarmUp(time.perf_counter() - began, first, settled)
 
 
@@ -103,7 +107,7 @@ def compare(arms, device, images, rounds=20, steps=10, drop=2, seed=0):
                     bar.update()
                 rows += block
         except KeyboardInterrupt:
-            print(f"Interrupted: {number} of {rounds} rounds are complete and kept.")
+            print(f"Interrupted: {len(rows) // len(arms)} of {rounds} rounds are complete and kept.")
     return pd.DataFrame(rows, columns=["round", "arm", "seconds"])
 
 
@@ -129,12 +133,11 @@ def _ratio_of_medians(numerator, denominator, axis):
 def speedup(times, arm, baseline, confidence=0.95, seed=0):
     """How many times faster `arm` is than `baseline`: the ratio of median block times, with SciPy's bootstrap
     percentile interval over rounds (both arms of a round are drawn together). `times` is what `compare` returned.
-
-    Raises ValueError with fewer than 2 rounds.
+    With fewer than 2 rounds there is no interval, and all three numbers are NaN.
     """
     by_round = times.pivot(index="round", columns="arm", values="seconds")
     if len(by_round) < 2:
-        raise ValueError(f"An interval needs at least 2 complete rounds; there are {len(by_round)}. Measure again.")
+        return Ratio(math.nan, math.nan, math.nan)
     samples = by_round[baseline].to_numpy(), by_round[arm].to_numpy()
     interval = bootstrap(
         samples, _ratio_of_medians, paired=True, confidence_level=confidence, method="percentile", rng=seed
@@ -164,7 +167,8 @@ def summary(times, images, baseline):
 def kept_for_backward(model, forward):
     """Bytes that `forward()` keeps for the backward pass, as a dict by dtype name; `model`'s own weights not counted.
 
-    Counted with saved-tensor hooks, each storage once: exact on any device, and the same in every run.
+    Counted with saved-tensor hooks, each storage once: all that autograd saves, and the same in every run. What an
+    operation keeps by itself (a library's workspace) is not seen.
     """
     weights = {tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()]}
     kept = {}  # holds the tensors, lest a freed address be given to another one and be counted as the same
@@ -183,13 +187,16 @@ def kept_for_backward(model, forward):
 
 
 def memory(step, device, steps=3):
-    """Peak memory of `step()` on a CUDA device, in bytes, as a dict; an empty dict elsewhere.
+    """Memory of `step()` on a CUDA device, in bytes, as a dict; an empty dict elsewhere.
 
-    `allocated`: tensors. `reserved`: what torch's allocator holds from the driver. `process` and `device`: what NVML
-    sees of this process (CUDA context and libraries included) and of the whole GPU. Call it after the warm-up.
+    `allocated`: tensors, at the peak. `reserved`: what torch's allocator holds from the driver, at the peak. `process`
+    and `device`: what NVML sees afterwards of this process (CUDA context and libraries included) and of the whole GPU.
+    The first steps are not counted, and what earlier work left in the allocator's cache is given back before.
     """
     if device.type != "cuda":
         return {}
+    time_block(step, steps, device)
+    torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     time_block(step, steps, device)
     return {
@@ -201,8 +208,7 @@ def memory(step, device, steps=3):
 
 
 def _our_memory(gpu):
-    ours = [p.usedGpuMemory for p in pynvml.nvmlDeviceGetComputeRunningProcesses(gpu) if p.pid == os.getpid()]
-    return ours[0] if ours else "unknown: NVML does not list this process"
+    return gpu_processes(gpu).get(os.getpid()) or "unknown: NVML does not list this process"
 
 
 def energy(step, images, device, seconds=10):
@@ -218,10 +224,13 @@ def energy(step, images, device, seconds=10):
     if isinstance(before, str):
         return None
     began, done = time.perf_counter(), 0
-    while time.perf_counter() - began < seconds:
-        time_block(step, 10, device)
-        done += 10
-    return (ask_nvml(count, device) - before) / 1000 / (done * images)
+    with progress(total=seconds, desc="Energy", unit="s") as bar:
+        while (passed := time.perf_counter() - began) < seconds:
+            bar.update(round(passed, 1) - bar.n)
+            time_block(step, 10, device)
+            done += 10
+    after = ask_nvml(count, device)
+    return None if isinstance(after, str) else (after - before) / 1000 / (done * images)
 
 
 def fitting_batch(run, batch):
@@ -233,10 +242,12 @@ def fitting_batch(run, batch):
         try:
             run(batch)
             return batch
-        except RuntimeError as error:  # torch.OutOfMemoryError is one; the CPU's allocator raises a plain one
-            if batch == 1 or not re.search("out of memory|not enough memory|can't allocate memory", str(error)):
+        except (RuntimeError, MemoryError) as error:  # not only torch.OutOfMemoryError: the CPU's, cuBLAS's, cuDNN's
+            told = re.search("out of memory|not enough memory|can't allocate memory|ALLOC_FAILED", str(error))
+            if batch == 1 or not (told or isinstance(error, MemoryError)):
                 raise
             print(f"Batch {batch} runs out of memory; trying {batch // 2}.")
             batch //= 2
+        gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

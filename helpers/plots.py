@@ -1,5 +1,7 @@
 """The suite's figures: white face, seaborn's colour-blind palette, a marker or label wherever colour has a meaning."""
 
+from itertools import cycle
+
 import matplotlib.pyplot as plt
 import seaborn as sns
 from matplotlib.ticker import MaxNLocator
@@ -20,7 +22,7 @@ def bars(values, title, unit, low=None, high=None, reference=None):
     """
     axes = _axes(title, height=0.9 + 0.45 * len(values))
     colors = sns.color_palette("colorblind", len(values))
-    error = None if low is None else [values - low, high - values]
+    error = None if low is None else [(values - low).clip(lower=0), (high - values).clip(lower=0)]
     axes.barh(values.index, values, color=colors, xerr=error, capsize=4, height=0.65)
     ends = values if high is None else high
     for row, (value, end) in enumerate(zip(values, ends)):
@@ -36,7 +38,7 @@ def stacked_bars(table, title, unit):
     """One horizontal bar a row of `table`, made of its columns; hatched so that grey print tells them apart."""
     axes = _axes(title, height=1.3 + 0.45 * len(table))
     left = 0 * table.iloc[:, 0]
-    for column, color, hatch in zip(table, sns.color_palette("colorblind"), ["", "//", "..", "xx", "--", "oo"]):
+    for column, color, hatch in zip(table, cycle(sns.color_palette("colorblind")), cycle(["", "//", "..", "xx", "--"])):
         axes.barh(table.index, table[column], left=left, color=color, hatch=hatch, edgecolor="white", label=column)
         left = left + table[column]
     for row, total in enumerate(left):
@@ -78,8 +80,9 @@ def points(table, x, by, title):
 
 def images(pictures, captions):
     """A row of pictures, tensors of shape (3, height, width) in [0, 1], each under its caption."""
-    _, row = plt.subplots(1, len(pictures), figsize=(1.3 * len(pictures), 1.6), layout="constrained", facecolor="white")
-    for axes, picture, caption in zip(row, pictures, captions):
+    size = (1.3 * len(pictures), 1.6)
+    _, grid = plt.subplots(1, len(pictures), figsize=size, layout="constrained", facecolor="white", squeeze=False)
+    for axes, picture, caption in zip(grid[0], pictures, captions):
         axes.imshow(picture.permute(1, 2, 0).numpy(force=True))
         axes.set_title(caption, fontsize=9)
         axes.axis("off")

@@ -20,7 +20,7 @@ class RecordError(ValueError):
 
 def save_folder():
     """Where `save` writes: `data/records`, or what the environment variable HALF_THE_BITS_SAVE_TO names."""
-    return Path(os.environ.get("HALF_THE_BITS_SAVE_TO", RECORDS))
+    return Path(os.environ.get("HALF_THE_BITS_SAVE_TO") or RECORDS).resolve()
 
 
 def new(experiment, arm, config, results, manifest):
@@ -47,9 +47,13 @@ def save(record):
     """Write one record to its own file in `save_folder()` and return the file's path.
 
     The file appears under its name only when it is complete: a writer killed half-way leaves no broken record.
-    Raises RecordError for incomplete provenance, ValueError for a NaN or an infinity.
+    NumPy and torch scalars are stored as numbers. Raises RecordError for incomplete provenance and for what is not
+    JSON: a NaN, an infinity, an object.
     """
-    text = json.dumps(record, indent=1, allow_nan=False, default=lambda number: number.item()) + "\n"
+    try:
+        text = json.dumps(record, indent=1, allow_nan=False, default=lambda number: number.item()) + "\n"
+    except (AttributeError, RuntimeError, ValueError) as error:
+        raise RecordError(f"This record is not plain JSON: {error}. Store numbers and text only.") from None
     validate(json.loads(text))
     to = save_folder()
     to.mkdir(parents=True, exist_ok=True)

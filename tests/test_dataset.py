@@ -100,6 +100,7 @@ def test_excel_utf8_and_blank_lines_are_fine(photos):
         ("a.jpg,photos,", ["line 2", "'' is not 0 or 1"]),
         ("a.jpg,photos", ["line 2", "'' is not 0 or 1"]),
         ("photos,.,1", ["line 2", "does not exist"]),  # a folder is no image
+        ("x" * 300 + ".jpg,photos,1", ["line 2", "does not exist"]),
         ("passwd,../..,1", ["line 2", "passwd", "leads out of", "absolute path"]),
     ],
 )
@@ -153,8 +154,28 @@ def test_one_csv_is_split_the_same_way_every_time(photos):
     assert len(train) == 40 and len(held_out) == 10 and held_out.label.mean() == 0.5
     assert set(train.line).isdisjoint(held_out.line)
     assert load_pair(csv)[1].equals(held_out)
-    with pytest.raises(DatasetError, match="2 rows of each label"):
-        load_pair(write_csv(photos.parent, rows[:1]))
+    with pytest.raises(DatasetError, match=r"too few rows to hold some out, by label \{0: 2, 1: 2\}"):
+        load_pair(write_csv(photos.parent, rows[:4]))
+
+
+def test_held_out_csv_beside_the_training_csv_is_used(photos):
+    beside = photos.with_name("held_out.csv")
+    beside.write_text("image,path,label\nb.png,photos,0\n")
+    with pytest.raises(DatasetError, match=r"b\.png and 0 more are in both tables"):
+        load_pair(photos)
+    write_csv(photos.parent, ["a.jpg,photos,1"])
+    train, held_out = load_pair(photos)
+    assert train.image.tolist() == ["a.jpg"] and held_out.image.tolist() == ["b.png"]
+    (photos.parent / "other.csv").write_text("image,path,label\ngrey.png,photos,1\n")
+    assert load_pair(photos, photos.parent / "other.csv")[1].image.tolist() == ["grey.png"]
+
+
+def test_images_may_be_linked_in_and_rows_may_end_in_commas(photos, tmp_path):
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked/photos").symlink_to(tmp_path / "photos")
+    csv = write_csv(tmp_path / "linked", ["a.jpg,photos,1,", "b.png,photos,0,"])
+    with pytest.warns(pd.errors.ParserWarning):
+        assert len(ImageDataset(load_table(csv), (4, 4))) == 2
 
 
 def test_digits_in_the_repository_are_those_that_the_function_writes(tmp_path):

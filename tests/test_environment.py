@@ -9,10 +9,14 @@ from importlib.metadata import packages_distributions, version
 from pathlib import Path
 
 import nbformat
+import pandas as pd
 import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from scipy import stats
+
+from helpers import records
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -98,18 +102,34 @@ def test_readme_s_links_lead_somewhere():
 
 def test_readme_shows_the_two_commands_first():
     code = re.findall(r"```\w*\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
-    assert code[0].split("\n")[0] == "pip install uv && uv run jupyter lab"
-    assert "pip install uv && uv run pytest" in code[0].splitlines()
+    commands = [line.split("#")[0].strip() for line in code[0].splitlines()]
+    assert commands == ["pip install uv && uv run jupyter lab", "pip install uv && uv run pytest"]
     assert "pip install uv && uv run pytest" in (ROOT / ".ci" / "run").read_text()
 
 
 def test_helpers_stay_small_and_have_no_cycles():
     modules = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "helpers").glob("*.py")}
-    assert sum(len(text.splitlines()) for text in modules.values()) <= 1500
+    assert sum(len(text.splitlines()) for text in modules.values()) <= 1300
     needs = {
-        name: set(re.findall(r"^from helpers\.(\w+) import", text, re.MULTILINE)) for name, text in modules.items()
+        name: set(re.findall(r"^from helpers(?:\.| import )(\w+)", text, re.MULTILINE))
+        for name, text in modules.items()
     }
     while ready := [name for name, others in needs.items() if not others & set(needs)]:
         for name in ready:
             del needs[name]
     assert not needs, f"import cycle among {sorted(needs)}"
+
+
+def test_readme_s_results_are_those_of_the_records():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    recorded = [r for r in records.load_all() if r["what"]["experiment"] == "07 parity training"]
+    runs = pd.concat([pd.DataFrame(r["results"]["runs"]) for r in recorded])
+    percent = 100 * runs.pivot(index="seed", columns="arm", values="accuracy")
+    assert len(percent) == 30 and {r["device"]["name"] for r in recorded} == {"AMD EPYC"}
+    assert f"{recorded[0]['device']['name']} CPU, torch {recorded[0]['software']['torch']}" in readme
+    for arm in ("bf16", "fp16 + GradScaler"):
+        test = stats.ttest_rel(percent[arm], percent["FP32"])
+        low, high = test.confidence_interval(0.90)
+        mean = (percent[arm] - percent["FP32"]).mean()
+        assert f"| {arm} | {percent[arm].mean():.2f}% | {mean:+.2f} [{low:+.2f}, {high:+.2f}] | yes |" in readme
+        assert low > -1 and high < 1

@@ -76,12 +76,14 @@ def gpu(monkeypatch):
     properties = SimpleNamespace(name="NVIDIA H200", uuid="abc", major=9, minor=0, total_memory=10**11)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92600)
-    others = [SimpleNamespace(pid=os.getpid()), SimpleNamespace(pid=1)]
+    others = [SimpleNamespace(pid=os.getpid(), usedGpuMemory=5), SimpleNamespace(pid=1, usedGpuMemory=7)]
     answers = {
         "nvmlInit": lambda: None,
         "nvmlDeviceGetHandleByUUID": lambda uuid: {"GPU-abc": "handle"}[uuid],
         "nvmlSystemGetDriverVersion": lambda: "580.1",
+        "nvmlDeviceGetClockInfo": lambda gpu, which: 1500,
         "nvmlDeviceGetMaxClockInfo": lambda gpu, which: 1980,
+        "nvmlDeviceGetGraphicsRunningProcesses": lambda gpu: others[1:],
         "nvmlDeviceGetPowerManagementLimit": lambda gpu: 700_000,
         "nvmlDeviceGetComputeRunningProcesses": lambda gpu: others,
     }
@@ -108,7 +110,31 @@ def test_missing_nvml_is_said_and_not_fatal(gpu, monkeypatch):
 
     monkeypatch.setattr(pynvml, "nvmlInit", missing)
     assert hardware.manifest(CUDA)["device"]["driver"].startswith("unknown: ")
-    assert "NVML does not answer" in hardware.warnings(CUDA)[0]
+    assert "is not known" in hardware.warnings(CUDA)[0] and "Not Found" in hardware.warnings(CUDA)[0]
+
+
+def test_own_process_under_another_number_is_not_taken_for_somebody_else(gpu, monkeypatch):
+    del gpu[0]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert "may be this one" in hardware.manifest(CUDA)["device"]["other_processes"]
+
+
+def test_slice_of_a_gpu_is_found_by_its_own_name(gpu, monkeypatch):
+    def handle(uuid):
+        if not uuid.startswith("MIG-"):
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+        return uuid
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", handle)
+    assert hardware.ask_nvml(lambda gpu: gpu, CUDA) == "MIG-abc"
+
+
+def test_workers_are_as_many_as_cores_and_none_where_shared_memory_is_small(monkeypatch, capsys):
+    cores = len(os.sched_getaffinity(0))
+    monkeypatch.setattr(hardware.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**40))
+    assert hardware.loader_workers() == min(8, cores) and hardware.loader_workers(1) == 1
+    monkeypatch.setattr(hardware.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**26))
+    assert hardware.loader_workers() == 0 and "shared memory" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("version, slow", [(92300, False), (92301, True), (92400, True), (92500, False)])

@@ -39,17 +39,18 @@ def lab(tmp_path_factory):
         nbformat.write(notebook, path)
     environment = {name: value for name, value in os.environ.items() if name != "TQDM_DISABLE"}
     command = [sys.executable, "-m", "jupyter", "lab", "--no-browser", "--ServerApp.port=0"]
-    server = subprocess.Popen(command, cwd=copy, env=environment, stderr=subprocess.PIPE, text=True)
-    lines = []
-    for line in server.stderr:
-        lines.append(line)
-        if found := re.search(r"http://127\.0\.0\.1:(\d+)/", line):
-            break
-    else:
-        pytest.fail("JupyterLab did not start:\n" + "".join(lines))
+    log = copy.parent / "log"
+    with log.open("w") as file:
+        server = subprocess.Popen(command, cwd=copy, env=environment, stderr=file)
     runtime = Path(subprocess.check_output([sys.executable, "-m", "jupyter", "--runtime-dir"], text=True).strip())
-    token = json.loads((runtime / f"jpserver-{server.pid}.json").read_text())["token"]
-    yield f"http://127.0.0.1:{found[1]}", token, copy
+    facts = runtime / f"jpserver-{server.pid}.json"
+    deadline = time.monotonic() + 60
+    while not (facts.is_file() and facts.read_text().endswith("}")):
+        if server.poll() is not None or time.monotonic() > deadline:
+            pytest.fail(f"JupyterLab did not start:\n{log.read_text()}")
+        time.sleep(0.2)
+    facts = json.loads(facts.read_text())
+    yield f"http://127.0.0.1:{facts['port']}", facts["token"], copy
     server.terminate()
     server.wait(30)
 
@@ -105,5 +106,5 @@ def test_experiment_runs_from_image_files_to_the_last_plot(lab, page):
     address, token, copy = lab
     page.goto(f"{address}/lab/tree/notebooks/07_fp32_vs_amp_experiment.ipynb?reset&token={token}")
     page.wait_for_selector(".jp-NotebookPanel", timeout=60_000)
-    seconds = run_all(page, copy / "notebooks/07_fp32_vs_amp_experiment.ipynb", limit=400)
+    seconds = run_all(page, copy / "notebooks/07_fp32_vs_amp_experiment.ipynb", limit=180)
     print(f"Run All of notebook 07 took {seconds:.0f} s")

@@ -1,6 +1,7 @@
 """What must hold of every notebook before its outputs are worth comparing. nbval itself compares them."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import nbformat
 import pytest
 
 from tests.execute import NOTEBOOKS, execute
+from tests.reference import environment
 
 ROOT = NOTEBOOKS.parent
 PATHS = sorted(NOTEBOOKS.glob("*.ipynb"))
@@ -135,7 +137,8 @@ def test_one_changed_number_makes_nbval_fail(tmp_path):
             "-c",
             "/dev/null",
         ]
-        outcomes[name] = subprocess.run([*command, copy], capture_output=True, text=True, cwd=tmp_path)
+        variables = os.environ | environment(tmp_path)
+        outcomes[name] = subprocess.run([*command, copy], capture_output=True, text=True, cwd=tmp_path, env=variables)
     assert outcomes["true"].returncode == 0, outcomes["true"].stdout
     assert outcomes["false"].returncode == 1 and "1 failed" in outcomes["false"].stdout
 
@@ -172,7 +175,8 @@ timm.create_model = stop_in_the_third_training
 
 def run_experiment(settings, tmp_path, monkeypatch):
     """Execute notebook 07 with more settings; returns all that it printed, and the records that it saved."""
-    monkeypatch.setenv("HALF_THE_BITS_SAVE_TO", str(tmp_path / "records"))
+    for variable, value in environment(tmp_path / "records").items():
+        monkeypatch.setenv(variable, value)
     notebook = execute(NOTEBOOKS / "07_fp32_vs_amp_experiment.ipynb", QUICK + settings)
     printed = "\n".join(text for cell in code_cells(notebook) for text in text_outputs(cell))
     saved = [json.loads(file.read_text()) for file in Path(tmp_path / "records").glob("*.json")]

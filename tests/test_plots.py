@@ -48,6 +48,12 @@ def test_stacked_bars_add_up_and_differ_in_more_than_colour(figure):
     assert len({bar.get_hatch() for bar in drawn.axes[0].patches}) == 2
 
 
+@pytest.mark.parametrize("plot", [plots.curves, plots.points])
+def test_nothing_to_draw_is_said(plot, capsys):
+    plot(pd.DataFrame(columns=["x", "y", "arm"]), "x", *(["y"] if plot is plots.curves else []), "arm", "Empty")
+    assert capsys.readouterr().out == "Empty: nothing to draw\n"
+
+
 def test_curves_have_markers(figure):
     table = pd.DataFrame({"epoch": [1, 2, 1, 2], "loss": [0.9, 0.5, 0.8, 0.4], "arm": ["FP32", "FP32", "bf16", "bf16"]})
     drawn = figure(plots.curves, table, "epoch", "loss", "arm", "Loss")
