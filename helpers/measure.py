@@ -32,8 +32,8 @@ def synchronize(device):
 def time_block(step, steps, device, drop=0):
     """Mean seconds of one of `steps` calls of `step()`, after `drop` calls that are not timed.
 
-    The device is synchronised once, at the end: CUDA events mark both ends of the block on the GPU itself; elsewhere
-    `time.perf_counter` does, after the queue has run dry.
+    On CUDA, events mark both ends of the block on the GPU itself, and the host waits once, for the second. Elsewhere
+    `time.perf_counter` is read before and after, each time when the device has nothing left to do.
     """
     for _ in range(drop):
         step()

@@ -158,7 +158,7 @@ for i in range(40):
     cv2.imwrite(str(folder / f"{{i}}.{{'png' if i % 4 else 'jpg'}}"), picture[:, :, 0] if i % 5 == 0 else picture)
 rows = [f"{{i}}.{{'png' if i % 4 else 'jpg'}},.,{{i % 2}}" for i in range(40)]
 (folder / "mine.csv").write_text("image,path,label\\n" + "\\n".join(rows))
-TRAIN_CSV, HELD_OUT_CSV, BATCH = folder / "mine.csv", None, 8
+TRAIN_CSV, HELD_OUT_CSV, BATCH, WORKERS = folder / "mine.csv", None, 8, 2
 """
 
 INTERRUPT = """
@@ -194,8 +194,8 @@ def test_own_photographs_train_and_an_interrupt_keeps_what_was_measured(tmp_path
 
 
 def test_diverged_runs_are_reported_and_not_plotted_as_numbers(tmp_path, monkeypatch):
-    printed, saved = run_experiment("LR = 1e20", tmp_path, monkeypatch)
-    assert printed.count("seeds that diverged: [0, 1]") == 2
+    printed, saved = run_experiment("LR, FP16 = 1e20, True", tmp_path, monkeypatch)
+    assert printed.count("seeds that diverged: [0, 1]") == 3
     assert "diverged: 2 of 2 runs" in printed
-    for arm in ("FP32", "bf16"):
+    for arm in ("FP32", "fp16 + GradScaler", "bf16"):
         assert [run["accuracy"] for run in saved["07 training", arm]["runs"]] == [None, None]
