@@ -170,12 +170,12 @@ def test_held_out_csv_beside_the_training_csv_is_used(photos):
     assert load_pair(photos, photos.parent / "other.csv")[1].image.tolist() == ["grey.png"]
 
 
+@pytest.mark.filterwarnings("ignore::pandas.errors.ParserWarning")
 def test_images_may_be_linked_in_and_rows_may_end_in_commas(photos, tmp_path):
     (tmp_path / "linked").mkdir()
     (tmp_path / "linked/photos").symlink_to(tmp_path / "photos")
     csv = write_csv(tmp_path / "linked", ["a.jpg,photos,1,", "b.png,photos,0,"])
-    with pytest.warns(pd.errors.ParserWarning):
-        assert len(ImageDataset(load_table(csv), (4, 4))) == 2
+    assert len(ImageDataset(load_table(csv), (4, 4))) == 2
 
 
 def test_digits_in_the_repository_are_those_that_the_function_writes(tmp_path):
