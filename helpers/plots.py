@@ -49,19 +49,52 @@ def stacked_bars(table, title, unit):
     plt.show()
 
 
-def curves(table, x, y, by, title):
-    """One line with its own marker for each value of column `by`: the mean of `y`, in a band from min to max."""
+def curves(table, x, y, by, title, log2=(), log10=(), step=False):
+    """One line with its own marker for each value of column `by`: the mean of `y`, in a band from min to max.
+
+    log2, log10: names of the columns whose axes are logarithmic. step: the value holds until the next row's.
+    """
     if table.empty:
         print(f"{title}: nothing to draw")
         return
     axes = _axes(title, height=3.6)
+    style = {"hue": by, "style": by, "markers": True, "dashes": False, "palette": "colorblind"}
     extremes = lambda values: (values.min(), values.max())
-    sns.lineplot(
-        table, x=x, y=y, hue=by, style=by, markers=True, dashes=False, palette="colorblind", errorbar=extremes, ax=axes
-    )
+    sns.lineplot(table, x=x, y=y, errorbar=extremes, drawstyle="steps-post" if step else "default", ax=axes, **style)
     axes.legend(frameon=False)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_ylim(bottom=0)
+    for column, axis, scale in ((x, axes.xaxis, axes.set_xscale), (y, axes.yaxis, axes.set_yscale)):
+        if column in log2 or column in log10:
+            scale("log", base=2 if column in log2 else 10)
+        elif axis is axes.yaxis:
+            axes.set_ylim(bottom=0)
+        else:
+            axis.set_major_locator(MaxNLocator(integer=True))
+    plt.show()
+
+
+def histogram(values, title, x, edges):
+    """How many of `values` lie between each two of `edges`, along an axis called `x`."""
+    axes = _axes(title)
+    axes.hist(values, edges, color=sns.color_palette("colorblind")[0])
+    axes.set(xlabel=x, ylabel="how many")
+    plt.show()
+
+
+def ranges(table, title, x, y):
+    """A horizontal line a row, at height `precision`, over the columns `subnormal` (dashed), `normal` and `max`.
+
+    Axes are called `x` and `y`, both logarithmic; rows are named by the index.
+    """
+    axes = _axes(title, height=3.8)
+    for row, color, marker in zip(table.itertuples(), cycle(sns.color_palette("colorblind")), cycle("os^DvPX")):
+        axes.plot([row.subnormal, row.normal], [row.precision] * 2, ":", color=color, linewidth=2)
+        axes.plot([row.normal, row.max], [row.precision] * 2, color=color, marker=marker, linewidth=3)
+        axes.annotate(row.Index, (row.max, row.precision), xytext=(0, 6), textcoords="offset points", ha="right")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.set(xlabel=x, ylabel=y, ylim=(0.8 * table.precision.min(), 1.4 * table.precision.max()))
+    axes.set_yticks(table.precision, table.precision.astype(int))
+    axes.minorticks_off()
     plt.show()
 
 

@@ -35,6 +35,9 @@ def execute(path, settings=""):
         record_timing=False,
     )
     client.execute()
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):  # a widget without its kernel is an error message
+            output.get("data", {}).pop("application/vnd.jupyter.widget-view+json", None)
     notebook.metadata = {
         "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
         "language_info": {"name": "python"},

@@ -1,5 +1,6 @@
 """Every solution in a notebook passes its check, and typical wrong answers get a reply that fits them."""
 
+import math
 import re
 
 import nbformat
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from helpers import check
+from helpers.formats import FORMATS
 from tests.execute import NOTEBOOKS
 
 RIGHT = "Right.\n"
@@ -42,6 +44,29 @@ def test_untouched_stub_is_not_yet(name, capsys):
     assert capsys.readouterr().out.count("Not yet") == 2
 
 
+half = FORMATS["fp16"]
+
+
+def decoded(code, bias=15, implicit=1, subnormals=True):
+    sign, exponent, fraction = (-1.0 if code >> 15 else 1.0), code >> 10 & 31, code & 1023
+    if exponent == 31:
+        return math.nan if fraction else sign * math.inf
+    if exponent == 0 and subnormals:
+        return sign * 2.0**-14 * fraction / 1024
+    return sign * 2.0 ** (exponent - bias) * (implicit + fraction / 1024)
+
+
+def encoded_away_from_even(value):
+    code, spacing = int(half.encode(value)), half.spacing(value)
+    is_tie = abs(value) < 65504 and abs(half.decode(code)) == abs(value) - spacing / 2
+    return code + bool(is_tie)
+
+
+def encoded_by_cutting_off(value):
+    code = int(half.encode(value))
+    return code - bool(abs(half.decode(code)) > abs(value))
+
+
 def wrong_step(fault):
     """A bf16 step with one fault in it."""
 
@@ -66,6 +91,41 @@ def wrong_step(fault):
 @pytest.mark.parametrize(
     "name, answer, reply",
     [
+        ("decode_fp16", lambda code: decoded(code, bias=16), "your exponent bias is 16; for fp16 it is 15"),
+        ("decode_fp16", lambda code: decoded(code, implicit=0), "for 0x3c00 you say 0.0; it is 1.0"),
+        (
+            "decode_fp16",
+            lambda code: decoded(code, subnormals=False),
+            "for 0x0001 you say 3.0547380447387695e-05; it is",
+        ),
+        (
+            "decode_fp16",
+            lambda code: abs(decoded(code)),
+            "for 0xc000 you say 2.0; it is -2.0. The highest bit is the sign",
+        ),
+        (
+            "decode_fp16",
+            lambda code: decoded(code) if code & 0x7C00 != 0x7C00 else 65536.0,
+            "31 with fraction 0 is infinity",
+        ),
+        ("decode_fp16", lambda code: decoded(code) + 0.0, "Zero has a sign too"),
+        ("decode_fp16", lambda code: decoded(code ^ (code == 0x1234)), "for 0x1234 you say"),
+        ("decode_fp16", lambda code: [1.0], "raised TypeError"),
+        ("encode_fp16", lambda value: encoded_by_cutting_off(value), "round, do not cut off"),
+        ("encode_fp16", lambda value: encoded_away_from_even(value), "for 2049.0 you give 2050.0; right is 2048.0"),
+        ("encode_fp16", lambda value: half.encode(value, saturate=True), "for 65520.0 you give 65504.0; right is inf"),
+        ("encode_fp16", lambda value: int(half.encode(abs(value))), "A negative number has the highest bit set"),
+        ("encode_fp16", lambda value: value, "A code is an integer from 0 to 0xffff"),
+        ("encode_fp16", lambda value: int(half.encode(value)) if value else 0, "Zero has a sign too"),
+        ("encode_fp16", lambda value: value.hex, "raised TypeError"),
+        (
+            "limits",
+            lambda e, m: (2.0**16, 2.0**-14, 2.0**-24, 2.0**-10),
+            "max of fp16: you say 65536.0, which is 1.00049 times",
+        ),
+        ("limits", lambda e, m: (65504.0, 2.0**-14, 2.0**-24, 2.0**-10), "max of bf16: you say 65504.0"),
+        ("limits", lambda e, m: (65504.0, 2.0**-15, 2.0**-25, 2.0**-10), "smallest normal of fp16"),
+        ("limits", lambda e, m: 65504.0, "raised TypeError"),
         ("verdict", lambda low, high: "faster", "for [0.6, 0.7] you say 'faster', but the interval lies below 1"),
         ("verdict", lambda low, high: "faster" if high > 1 else "slower", "for [0.96, 1.04] you say 'faster'"),
         ("verdict", lambda low, high: low.faster, "raised AttributeError"),

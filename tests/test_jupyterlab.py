@@ -11,7 +11,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from playwright.sync_api import sync_playwright
+from playwright.sync_api import expect, sync_playwright
 
 ROOT = Path(__file__).resolve().parent.parent
 BROWSER = next(filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome", "chrome"])), None)
@@ -62,6 +62,7 @@ def page(tmp_path):
         page = browser.new_page(viewport={"width": 1300, "height": 1000})
         page.errors = []
         page.on("pageerror", lambda error: page.errors.append(str(error)))
+        page.on("console", lambda message: page.errors.append(message.text) if message.type == "error" else None)
         yield page
         browser.close()
 
@@ -108,3 +109,65 @@ def test_experiment_runs_from_image_files_to_the_last_plot(lab, page):
     page.wait_for_selector(".jp-NotebookPanel", timeout=60_000)
     seconds = run_all(page, copy / "notebooks/07_fp32_vs_amp_experiment.ipynb", limit=180)
     print(f"Run All of notebook 07 took {seconds:.0f} s")
+
+
+MILLISECONDS_TO_ANSWER = """
+button => new Promise(resolve => {
+    const began = performance.now()
+    const observer = new MutationObserver(() => { observer.disconnect(); resolve(performance.now() - began) })
+    const area = document.querySelector('.bitview-value').closest('.jp-OutputArea')
+    observer.observe(area, {childList: true, subtree: true})
+    button.click()
+})"""
+
+
+def test_explorer_answers_to_clicks_keys_and_typing(lab, page):
+    address, token, copy = lab
+    page.goto(f"{address}/lab/tree/notebooks/01_fp16_bit_layout.ipynb?reset&token={token}")
+    page.wait_for_selector(".jp-NotebookPanel", timeout=60_000)
+    seconds = run_all(page, copy / "notebooks/01_fp16_bit_layout.ipynb", limit=120)
+    print(f"Run All of notebook 01 took {seconds:.0f} s")
+
+    number = page.get_by_role("textbox", name="number", exact=True)
+    format = page.get_by_role("combobox", name="format", exact=True)
+    bit = lambda place: page.locator(f'button[title^="bit {place},"]')
+    shown = lambda value: expect(page.locator(".bitview-value")).to_have_text(value)
+    shown("-6.25")
+    assert format.input_value() == "fp16"
+    assert page.locator(".bitview-fixed").is_hidden()
+
+    bit(15).click()  # the sign
+    shown("6.25")
+    bit(0).click()
+    shown("6.25390625")
+    page.get_by_role("button", name="next above").click()
+    shown("6.2578125")
+
+    bit(14).focus()  # by keyboard alone: the highest exponent bit, and with Tab the next
+    page.keyboard.press("Enter")
+    shown("9.548664093017578e-05")
+    page.keyboard.press("Tab")
+    page.keyboard.press("Space")
+    shown("0.02444458007812500".rstrip("0"))
+
+    number.fill("2049")
+    number.press("Enter")
+    shown("2048.0")
+    expect(page.get_by_text("2049.0 rounded, off by -1").first).to_be_visible()
+    for name, value in [("bf16", "2048.0"), ("fp32", "2049.0"), ("fp8_e4m3fn", "nan"), ("fp16", "2048.0")]:
+        format.select_option(name)
+        shown(value)
+    number.fill("2^-25")
+    number.press("Enter")
+    shown("0.0")
+    number.fill("a tenth")
+    number.press("Enter")
+    expect(page.get_by_text("'a tenth' is not a number")).to_be_visible()
+    number.fill("0x7bff")
+    number.press("Enter")
+    shown("65504.0")
+
+    took = [bit(3).evaluate(MILLISECONDS_TO_ANSWER) for _ in range(10)]
+    print(f"a click is answered in {sorted(took)[5]:.0f} ms (median), {max(took):.0f} ms at most")
+    assert max(took) < 1000
+    assert not page.errors
