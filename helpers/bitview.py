@@ -65,7 +65,7 @@ class BitView:
         digits = 2 + -(-self.format.bits // 4)
         facts = [f"{self.value!r}", f"{self.code:#0{digits}x}", self.kind]
         if self.value != self.given and not math.isnan(self.given):
-            off = f", off by {self.value - self.given:.3g}" if math.isfinite(self.value) else ""
+            off = f" by {self.value - self.given:.3g}" if math.isfinite(self.value) else ""
             facts.append(f"{self.given!r} rounded{off}")
         return facts
 
@@ -76,9 +76,9 @@ class BitView:
         boxes = "".join(
             f'<span title="{name}" style="{_BOX}{_COLORS[name]}">{bits}</span>' for name, bits in self.fields.items()
         )
-        facts = "".join(f'<span style="margin-left:1.5em">{fact}</span>' for fact in self._facts())
-        name = f'<span style="display:inline-block;width:7.5em">{self.format.name}</span>'
-        return f'<div style="font-family:monospace;margin:3px 0">{name}{boxes}{facts}</div>'
+        facts = "".join(f'<span style="margin-left:1.2em">{fact}</span>' for fact in self._facts())
+        name = f'<span style="display:inline-block;width:6.5em">{self.format.name}</span>'
+        return f'<div style="font-family:monospace;margin:3px 0;white-space:nowrap">{name}{boxes}{facts}</div>'
 
 
 def _axis(y, ticks, pointer):

@@ -130,6 +130,75 @@ def limits(answer):
 
 
 @_says
+def smallest_step(answer):
+    """02: `answer(weight, name)` is the smallest power of two that moves `weight` when added to it in a format."""
+    for name, code in [("fp16", 0x3C00), ("fp16", 0x3C01), ("bf16", 0x3F80), ("fp16", 0x4001), ("fp32", 0x3F800001)]:
+        each = FORMATS[name]
+        weight = float(each.decode(code))
+        given, half = answer(weight, name), each.spacing(weight) / 2
+        if _is_stub(given):
+            return _UNTOUCHED
+        right = half if code % 2 else 2 * half
+        if given == right:
+            continue
+        if each.encode(weight + given) == code:
+            return f"{weight} + {given} is still {weight} in {name}", BitView(weight + given, name)
+        return f"{given} moves {weight} in {name}, but so does {right}", BitView(weight + right, name)
+    return None
+
+
+@_says
+def kahan_sum(answer):
+    """02: `answer(terms)` is the sum of a 1-d fp16 tensor, an fp16 scalar, by Kahan's method in fp16 alone."""
+    ones = torch.ones(4096, dtype=torch.float16)
+    given = answer(ones)
+    if _is_stub(given):
+        return _UNTOUCHED
+    if getattr(given, "dtype", None) != torch.float16:
+        return f"the total is {getattr(given, 'dtype', type(given).__name__)}. Keep it in torch.float16."
+    if given == 2048:
+        return "4,096 ones give 2048: the total stalls, as no correction is added to the next term."
+    if given != 4096:
+        return f"4,096 ones give {given.item()}; their sum is 4096"
+    terms = torch.rand(3000, generator=torch.Generator().manual_seed(0)).half()
+    exact, given = terms.double().sum().item(), answer(terms).item()
+    if abs(given - exact) > FORMATS["fp16"].spacing(exact):
+        return f"3,000 random numbers give {given}; their sum is {exact:.2f}, and the spacing there 1"
+    return None
+
+
+@_says
+def rms(answer):
+    """02: `answer(x)` is the root mean square of an fp16 tensor of any shape, as an fp16 scalar."""
+    cases = [
+        [3.0, 4.0],
+        [300.0] * 5,
+        [65504.0, 65504.0],
+        [1e-4] * 3,
+        [6e-8, 6e-8],
+        [0.0, 0.0],
+        [-2.0, 0.0],
+        [1.0] * 70_000,
+    ]
+    for case in cases:
+        x = torch.tensor(case, dtype=torch.float16)
+        given, right = answer(x), x.double().square().mean().sqrt().item()
+        if _is_stub(given):
+            return _UNTOUCHED
+        of = f"of {case[:3]}{' ...' if len(case) > 3 else ''}"
+        if getattr(given, "dtype", None) != torch.float16:
+            return f"the result {of} is {getattr(given, 'dtype', type(given).__name__)}, and should be torch.float16"
+        if given.isnan() and not right:
+            return f"the rms {of} is nan: 0/0. It is 0"
+        if not abs(given.item() - right) <= 2 * FORMATS["fp16"].spacing(right):
+            what = {math.inf: "a square, or their sum, overflowed", 0.0: "the squares underflowed"}.get(
+                given.item(), ""
+            )
+            return f"the rms {of} is {given.item():.6g}; it should be {right:.6g}. {what}"
+    return None
+
+
+@_says
 def verdict(answer):
     """07: `answer(low, high)` puts an interval of a speed ratio into words: "faster", "slower" or "undecided"."""
     cases = [(1.2, 1.5, "faster"), (0.6, 0.7, "slower"), (0.96, 1.04, "undecided"), (0.9, 2.4, "undecided")]

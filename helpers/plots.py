@@ -49,10 +49,11 @@ def stacked_bars(table, title, unit):
     plt.show()
 
 
-def curves(table, x, y, by, title, log2=(), log10=(), step=False):
+def curves(table, x, y, by, title, log2=(), log10=(), step=False, from_zero=True):
     """One line with its own marker for each value of column `by`: the mean of `y`, in a band from min to max.
 
     log2, log10: names of the columns whose axes are logarithmic. step: the value holds until the next row's.
+    from_zero: the linear y axis begins at 0.
     """
     if table.empty:
         print(f"{title}: nothing to draw")
@@ -65,9 +66,9 @@ def curves(table, x, y, by, title, log2=(), log10=(), step=False):
     for column, axis, scale in ((x, axes.xaxis, axes.set_xscale), (y, axes.yaxis, axes.set_yscale)):
         if column in log2 or column in log10:
             scale("log", base=2 if column in log2 else 10)
-        elif axis is axes.yaxis:
+        elif axis is axes.yaxis and from_zero:
             axes.set_ylim(bottom=0)
-        else:
+        elif axis is axes.xaxis:
             axis.set_major_locator(MaxNLocator(integer=True))
     plt.show()
 

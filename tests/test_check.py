@@ -67,6 +67,13 @@ def encoded_by_cutting_off(value):
     return code - bool(abs(half.decode(code)) > abs(value))
 
 
+def added_one_by_one(terms):
+    total = terms.new_zeros(())
+    for term in terms:
+        total = total + term
+    return total
+
+
 def wrong_step(fault):
     """A bf16 step with one fault in it."""
 
@@ -126,6 +133,20 @@ def wrong_step(fault):
         ("limits", lambda e, m: (65504.0, 2.0**-14, 2.0**-24, 2.0**-10), "max of bf16: you say 65504.0"),
         ("limits", lambda e, m: (65504.0, 2.0**-15, 2.0**-25, 2.0**-10), "smallest normal of fp16"),
         ("limits", lambda e, m: 65504.0, "raised TypeError"),
+        ("smallest_step", lambda weight, name: FORMATS[name].spacing(weight), "but so does 0.00048828125"),
+        ("smallest_step", lambda weight, name: FORMATS[name].spacing(weight) / 2, "is still 1.0 in fp16"),
+        ("smallest_step", lambda weight, name: 1.0, "1.0 moves 1.0 in fp16, but so does 0.0009765625"),
+        ("smallest_step", lambda weight: 1.0, "raised TypeError"),
+        ("kahan_sum", added_one_by_one, "4,096 ones give 2048: the total stalls"),
+        ("kahan_sum", lambda terms: terms.float().sum(), "the total is torch.float32. Keep it in torch.float16"),
+        ("kahan_sum", lambda terms: 4096, "the total is int"),
+        ("kahan_sum", lambda terms: terms[:100].sum(), "4,096 ones give 100.0"),
+        ("kahan_sum", lambda terms: terms.new_tensor(len(terms)), "3,000 random numbers give 3000.0"),
+        ("rms", lambda x: x.square().mean().sqrt(), "a square, or their sum, overflowed"),
+        ("rms", lambda x: (x / 65504).square().mean().sqrt() * 65504, "the squares underflowed"),
+        ("rms", lambda x: x.abs().max() * (x / x.abs().max()).square().mean().sqrt(), "nan: 0/0. It is 0"),
+        ("rms", lambda x: x.float().square().mean().sqrt(), "is torch.float32, and should be torch.float16"),
+        ("rms", lambda x: x.float().square().mean().half(), "the rms of [3.0, 4.0] is 12.5; it should be 3.53553"),
         ("verdict", lambda low, high: "faster", "for [0.6, 0.7] you say 'faster', but the interval lies below 1"),
         ("verdict", lambda low, high: "faster" if high > 1 else "slower", "for [0.96, 1.04] you say 'faster'"),
         ("verdict", lambda low, high: low.faster, "raised AttributeError"),

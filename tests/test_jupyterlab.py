@@ -153,7 +153,7 @@ def test_explorer_answers_to_clicks_keys_and_typing(lab, page):
     number.fill("2049")
     number.press("Enter")
     shown("2048.0")
-    expect(page.get_by_text("2049.0 rounded, off by -1").first).to_be_visible()
+    expect(page.get_by_text("2049.0 rounded by -1").first).to_be_visible()
     for name, value in [("bf16", "2048.0"), ("fp32", "2049.0"), ("fp8_e4m3fn", "nan"), ("fp16", "2048.0")]:
         format.select_option(name)
         shown(value)
