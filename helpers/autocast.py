@@ -1,0 +1,248 @@
+"""What autocast does, asked of the installed torch: the policy of every op, and the casts before every op that runs.
+
+Neither needs the device that it asks about. Fake tensors have a device and a dtype, and no memory.
+"""
+
+import copy
+import logging
+import warnings
+from contextlib import contextmanager, nullcontext, suppress
+
+import pandas as pd
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.module_tracker import ModuleTracker
+
+_CAST = torch.ops.aten._to_copy.default
+
+
+# What a call must have to come as far as its casts, where a 1 will not do.
+_OWN_ARGUMENTS = {("aten::_cudnn_rnn", "weight_stride0"): 2, ("aten::_cudnn_rnn", "proj_size"): 0}
+_FAKE_TENSOR_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+
+
+@contextmanager
+def _quiet():
+    """Without the warnings of deprecated ops, and the log of calls that fail."""
+    disabled, _FAKE_TENSOR_LOG.disabled = _FAKE_TENSOR_LOG.disabled, True
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        finally:
+            _FAKE_TENSOR_LOG.disabled = disabled
+
+
+@contextmanager
+def _autocast_on(device_type, dtype, cache):
+    """Autocast for a device that may be missing, where torch.autocast would switch itself off."""
+    enabled, before = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+    cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_enabled(device_type, True)
+    torch.set_autocast_dtype(device_type, dtype)
+    torch.set_autocast_cache_enabled(cache)
+    torch.autocast_increment_nesting()
+    try:
+        yield
+    finally:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+        torch.set_autocast_enabled(device_type, enabled)
+        torch.set_autocast_dtype(device_type, before)
+        torch.set_autocast_cache_enabled(cached)
+
+
+class _OpReached(Exception):
+    """Autocast is done with its casts, and calls the op itself."""
+
+
+class _StopAtOp(TorchDispatchMode):
+    """Lets casts run, notes the dtypes that they make, and stops before anything else."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is _CAST:
+            self.made.add(kwargs["dtype"])
+        elif func.namespace != "prim":
+            raise _OpReached
+        return func(*args, **(kwargs or {}))
+
+
+def _probe_arguments(op, device_type, dtypes):
+    """Small arguments that fit the op's schema; its tensors take turns in having each of `dtypes`."""
+    turn = 0
+
+    def tensor():
+        nonlocal turn
+        turn += 1
+        return torch.empty(2, 2, dtype=dtypes[(turn - 1) % len(dtypes)], device=device_type)
+
+    def value(argument):
+        kind = str(argument.type)
+        if kind == "Tensor":
+            return tensor()
+        if kind == "List[Tensor]":
+            return [tensor(), tensor()]
+        if kind == "List[Optional[Tensor]]":  # indices
+            return [torch.zeros(2, dtype=torch.long, device=device_type)]
+        if argument.has_default_value() or kind.startswith("Optional"):
+            return argument.default_value
+        if (op.name(), argument.name) in _OWN_ARGUMENTS:
+            return _OWN_ARGUMENTS[op.name(), argument.name]
+        return {"str": "ij,jk->ik", "bool": False, "List[int]": [1]}.get(kind, 1)
+
+    return [value(argument) for argument in op._schema.arguments if not argument.kwarg_only]
+
+
+def _casts(op, device_type, *dtypes):
+    """The dtypes that autocast casts to when the tensors that `op` is given have `dtypes` in turn."""
+    with FakeTensorMode():
+        arguments = _probe_arguments(op, device_type, dtypes)
+        with _StopAtOp() as mode:
+            try:
+                op(*arguments)
+            except Exception as error:  # of its own checks of shapes, for instance: they come after the casts
+                if "unsafe to autocast" in str(error):
+                    return {"refused"}
+    return mode.made
+
+
+def _output_dtype(op, device_type, dtype, enabled):
+    with FakeTensorMode(), torch._C._DisableAutocast() if not enabled else nullcontext():
+        return op(*_probe_arguments(op, device_type, [dtype])).dtype
+
+
+def _policy(op, device_type, lower):
+    wide = torch.float32
+    from_wide = _casts(op, device_type, wide)
+    if "refused" in from_wide:
+        return "refused"
+    # cuDNN's RNN asks for float32 weights in a layout of its own; beside 16-bit weights its input is cast all the same.
+    if lower in from_wide | _casts(op, device_type, wide, lower, lower):
+        return "lower"
+    if wide in _casts(op, device_type, lower):
+        return "fp32"
+    if wide in _casts(op, device_type, lower, wide):
+        return "promote"
+    # No tensor is cast, but the op may be told to compute and return float32: sum, softmax, norm.
+    with suppress(Exception):
+        if _output_dtype(op, device_type, lower, True) == wide != _output_dtype(op, device_type, lower, False):
+            return "fp32"
+    return "unknown"
+
+
+def cast_policies(device_type):
+    """What autocast does with each op that is registered under its key for `device_type` in the installed torch.
+
+    Returns a DataFrame with the columns `op` ("aten::matmul"), `overload` ("" for the default one) and `policy`:
+
+    - "lower": inputs are cast to the autocast dtype;
+    - "fp32": inputs are cast to float32, or the op is told to return float32;
+    - "promote": inputs of different dtypes are cast to the widest of them;
+    - "refused": the call is an error under autocast;
+    - "unknown": no probe could tell.
+
+    Nothing is copied from a list: each op is called on small fake tensors, and the casts that reach the dispatcher
+    are watched. The device may be missing. Raises ValueError for a device type that autocast does not know.
+    """
+    known = torch._C._autocast_supported_devices()
+    if device_type not in known:
+        raise ValueError(f"autocast knows no device type {device_type!r}, only {', '.join(known)}")
+    key = f"Autocast{torch._C._dispatch_key_for_device(device_type)}"
+    rows, lower = [], torch.get_autocast_dtype(device_type)
+    with _quiet(), _autocast_on(device_type, lower, cache=False):
+        for name in sorted(torch._C._dispatch_get_registrations_for_dispatch_key(key)):
+            op, _, overload = name.partition(".")
+            packet = getattr(getattr(torch.ops, op.split("::")[0]), op.split("::")[1])
+            rows.append((op, overload, _policy(getattr(packet, overload or "default"), device_type, lower)))
+    return pd.DataFrame(rows, columns=["op", "overload", "policy"])
+
+
+_EXPLICIT = {torch.Tensor.to, torch.Tensor.type, torch.Tensor.half, torch.Tensor.bfloat16, torch.Tensor.float}
+_EXPLICIT |= {torch.Tensor.double, torch.Tensor.type_as}
+
+
+class _CurrentCall(TorchFunctionMode):
+    """Knows which function of torch's Python interface is being called."""
+
+    function = None
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.function = func
+        return func(*args, **(kwargs or {}))
+
+
+class _OpRows(TorchDispatchMode):
+    """Makes a row of each op that reaches the dispatcher; casts that nobody asked for go to the op behind them."""
+
+    def __init__(self, call, tracker):
+        super().__init__()
+        self.call, self.tracker, self.casts, self.moved_bytes, self.rows = call, tracker, [], 0, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func is _CAST and self.call.function not in _EXPLICIT and result.dtype != args[0].dtype:
+            role = "weight" if isinstance(args[0], torch.nn.Parameter) else "activation"
+            self.casts.append(f"{role} {_dtypes(args[0])} -> {_dtypes(result)}")
+            self.moved_bytes += args[0].nbytes + result.nbytes
+        elif func.namespace != "prim":
+            module, casts = max(self.tracker.parents, key=len), "; ".join(self.casts)
+            self.rows.append((func.name(), _dtypes((args, kwargs)), _dtypes(result), casts, self.moved_bytes, module))
+            self.casts, self.moved_bytes = [], 0
+        return result
+
+
+def _dtypes(tree):
+    tensors = (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+    return ", ".join(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
+
+
+def _on_device(tensor, device_type, fake):
+    """A copy of a tensor or parameter on a device; within FakeTensorMode one without memory, if `fake`."""
+    if fake:
+        copied = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device_type)
+    else:
+        copied = tensor.detach().to(device_type, copy=True)
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(copied, tensor.requires_grad)
+    return copied.requires_grad_(tensor.requires_grad)
+
+
+def _rows(fn, args, device_type, dtype):
+    call, tracker = _CurrentCall(), ModuleTracker()
+    with _autocast_on(device_type, dtype, cache=True), tracker, call, _OpRows(call, tracker) as ops:
+        fn(*args)
+    return ops.rows
+
+
+def trace_casts(fn, *args, device_type="cuda", dtype=torch.float16):
+    """Run `fn(*args)` once under autocast, and tell op by op what was cast.
+
+    fn: a module, or a function that finds the modules and tensors that it works on among its arguments.
+    args: modules, tensors, containers of tensors. Copies of them are made on the device, so they stay as they are.
+    device_type: if there is no such device, the copies are fake tensors: the dtypes are right, nothing is computed.
+        RNNs then run without cuDNN.
+
+    Returns a DataFrame, a row an op in the order of running: `op` ("aten::convolution"), `inputs` and `output` (their
+    dtypes), `casts` (what autocast put in front of it, "weight float32 -> float16; ..."), `cast_bytes` (read and
+    written by these casts) and `module` (the innermost that was running, "Global" for none).
+    """
+    fake = device_type != "cpu" and not torch.get_device_module(device_type).is_available()
+    with _quiet(), FakeTensorMode() if fake else nullcontext():
+        copies = {}
+        for leaf in tree_leaves((fn, args)):
+            tensors = [*leaf.parameters(), *leaf.buffers()] if isinstance(leaf, torch.nn.Module) else [leaf]
+            copies |= {id(t): _on_device(t, device_type, fake) for t in tensors if isinstance(t, torch.Tensor)}
+        fn, args = copy.deepcopy((fn, args), copies)
+        try:
+            rows = _rows(fn, args, device_type, dtype)
+        except torch.AcceleratorError:  # cuDNN's RNN asks for the device even when the tensors are fake
+            with torch.backends.cudnn.flags(enabled=False):
+                rows = _rows(fn, args, device_type, dtype)
+    return pd.DataFrame(rows, columns=["op", "inputs", "output", "casts", "cast_bytes", "module"])
