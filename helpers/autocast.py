@@ -188,7 +188,8 @@ class _OpRows(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         if func is _CAST and self.call.function not in _EXPLICIT and result.dtype != args[0].dtype:
-            role = "weight" if isinstance(args[0], torch.nn.Parameter) else "activation"
+            owner = args[0]._base if args[0]._is_view() else args[0]
+            role = "weight" if isinstance(owner, torch.nn.Parameter) else "activation"
             self.casts.append(f"{role} {_dtypes(args[0])} -> {_dtypes(result)}")
             self.moved_bytes += args[0].nbytes + result.nbytes
         elif func.namespace != "prim":

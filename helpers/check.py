@@ -2,6 +2,7 @@
 
 import functools
 import math
+import reprlib
 
 import numpy as np
 import torch
@@ -10,32 +11,49 @@ from IPython.display import display
 from .bitview import BitView
 from .formats import FORMATS
 
-_UNTOUCHED = "untouched"
+
+class _Wrong(Exception):
+    """What is wrong with an answer, in words."""
 
 
-def _is_stub(value):
-    return value is None or value is ...
+def _asked(answer):
+    """`answer`, with words for the calls that raise or return nothing; the first such call means an untouched stub."""
+    calls = []
+
+    def ask(*arguments):
+        calls.append(arguments)
+        shown = ", ".join(map(reprlib.repr, arguments))
+        try:
+            given = answer(*arguments)
+        except Exception as error:
+            raise _Wrong(f"called with {shown}, your code raised {type(error).__name__}: {error}") from None
+        if given is not None and given is not ...:
+            return given
+        if len(calls) == 1:
+            raise _Wrong("Not yet: your function returns None. Replace the dots by your code, with a return.")
+        raise _Wrong(f"called with {shown}, your function returns None.")
+
+    return ask
 
 
 def _says(check):
-    """Make a check print its reply: it returns None for a right answer, and else what is wrong with it.
+    """Make a check print its reply, and never raise: it returns None for a right answer, else what is wrong with it.
 
-    A wrong answer may come with BitViews, to be drawn below the words: (words, view, ...).
+    That is a text, or a text and BitViews to draw below it: (text, view, ...).
     """
 
     @functools.wraps(check)
     def reply(answer):
         try:
-            wrong = check(answer)
-            wrong, *views = wrong if isinstance(wrong, tuple) else (wrong,)
-        except Exception as error:  # whatever the reader's code raises is an answer to reply to
-            wrong, views = f"your code raised {type(error).__name__}: {error}", []
-        if wrong is _UNTOUCHED:
-            print("Not yet: your function returns None. Replace the dots by your code, with a return.")
-        else:
-            print(f"Not right yet: {wrong}" if wrong else "Right.")
-            for view in views:
-                display(view)
+            wrong = check(_asked(answer))
+        except _Wrong as words:
+            wrong = str(words)
+        except Exception as error:  # the answer is of a kind that the check cannot even compare
+            wrong = f"your function returns something unexpected ({type(error).__name__}: {error})"
+        wrong, *views = wrong if isinstance(wrong, tuple) else (wrong,)
+        print("Right." if wrong is None else wrong if wrong.startswith("Not yet") else f"Not right yet: {wrong}")
+        for view in views:
+            display(view)
 
     return reply
 
@@ -62,8 +80,6 @@ def decode_fp16(answer):
     values = FORMATS["fp16"].decode(range(65_536)).tolist()
     for code, why in [*_DECODED, *((code, "") for code in range(65_536))]:
         given, right = answer(code), values[code]
-        if _is_stub(given):
-            return _UNTOUCHED
         if _same(given, right):
             continue
         if code == 0x3C00 and given > 0 and math.frexp(given)[0] == 0.5:
@@ -79,6 +95,7 @@ _ENCODED = [  # values that tell faults apart
     (1.0009, "The nearest is the next number above 1: round, do not cut off."),
     (2049.0, "2048 and 2050 are equally near. Of two such numbers, the one with the even fraction wins."),
     (2051.0, "2050 and 2052 are equally near. Of two such numbers, the one with the even fraction wins."),
+    (1 + 2**-11 + 2**-30, "It is nearer to the next number above 1. Round once, not first to float32."),
     (2047.9, "It rounds up to 2048: the fraction is full, and the exponent grows by 1."),
     (2.0**-24, "Below 2^-14 numbers are subnormal: the spacing stays 2^-24."),
     (2.0**-26, "It is nearer to 0 than to 2^-24."),
@@ -99,13 +116,12 @@ def encode_fp16(answer):
     cases = _ENCODED + [(value, "") for value in [*ties.tolist(), *random.tolist(), math.nan]]
     for (value, why), right in zip(cases, half.encode([value for value, _ in cases]).tolist()):
         given = answer(value)
-        if _is_stub(given):
-            return _UNTOUCHED
-        if isinstance(given, float) or not 0 <= given <= 0xFFFF:
-            return f"for {value!r} you give {given!r}. A code is an integer from 0 to 0xffff."
+        given = given.item() if hasattr(given, "item") else given
+        if not isinstance(given, int) or not 0 <= given <= 0xFFFF:
+            return f"for {value!r} you give {given!r}. A code is an integer from 0 to 0xffff. {why}"
         if given == right or (math.isnan(value) and half.kind(given) == "NaN"):
             continue
-        yours, nearest = BitView(int(given), "fp16"), BitView(value, "fp16")
+        yours, nearest = BitView(given, "fp16"), BitView(value, "fp16")
         return f"for {value!r} you give {yours.value!r}; right is {nearest.value!r}. {why}", yours, nearest
     return None
 
@@ -116,8 +132,10 @@ def limits(answer):
     for name in ("fp16", "bf16", "fp32", "fp8_e5m2"):
         each = FORMATS[name]
         given = answer(each.exponent_bits, each.mantissa_bits)
-        if _is_stub(given):
-            return _UNTOUCHED
+        if len(given) != 4:
+            return (
+                f"you return {len(given)} values; asked for are four: (max, smallest normal, smallest subnormal, eps)"
+            )
         for what, right, value in zip(
             ("max", "smallest normal", "smallest subnormal", "eps"),
             (each.max, each.smallest_normal, each.smallest_subnormal, each.eps),
@@ -132,12 +150,10 @@ def limits(answer):
 @_says
 def smallest_step(answer):
     """02: `answer(weight, name)` is the smallest power of two that moves `weight` when added to it in a format."""
-    for name, code in [("fp16", 0x3C00), ("fp16", 0x3C01), ("bf16", 0x3F80), ("fp16", 0x4001), ("fp32", 0x3F800001)]:
+    for name, code in [("fp16", 0x3C00), ("fp16", 0x3C01), ("fp16", 0x3C02), ("bf16", 0x3F81), ("fp16", 0x3801)]:
         each = FORMATS[name]
         weight = float(each.decode(code))
         given, half = answer(weight, name), each.spacing(weight) / 2
-        if _is_stub(given):
-            return _UNTOUCHED
         right = half if code % 2 else 2 * half
         if given == right:
             continue
@@ -149,17 +165,19 @@ def smallest_step(answer):
 
 @_says
 def kahan_sum(answer):
-    """02: `answer(terms)` is the sum of a 1-d fp16 tensor, an fp16 scalar, by Kahan's method in fp16 alone."""
+    """02: `answer(terms)` is the sum of a 1-d fp16 tensor, an fp16 scalar. How it was found cannot be told."""
     ones = torch.ones(4096, dtype=torch.float16)
     given = answer(ones)
-    if _is_stub(given):
-        return _UNTOUCHED
     if getattr(given, "dtype", None) != torch.float16:
         return f"the total is {getattr(given, 'dtype', type(given).__name__)}. Keep it in torch.float16."
     if given == 2048:
-        return "4,096 ones give 2048: the total stalls, as no correction is added to the next term."
+        return "4,096 ones give 2048: the total stalls. The correction is missing, or has the wrong sign."
     if given != 4096:
         return f"4,096 ones give {given.item()}; their sum is 4096"
+    for terms, total in [([1000.0, 1.0], 1001), ([1.0, 1000.0, 2.0], 1003)]:
+        given = answer(torch.tensor(terms, dtype=torch.float16))
+        if given != total:
+            return f"{terms} give {given.item()}, not {total}"
     terms = torch.rand(3000, generator=torch.Generator().manual_seed(0)).half()
     exact, given = terms.double().sum().item(), answer(terms).item()
     if abs(given - exact) > FORMATS["fp16"].spacing(exact):
@@ -177,17 +195,17 @@ def rms(answer):
         [1e-4] * 3,
         [6e-8, 6e-8],
         [0.0, 0.0],
-        [-2.0, 0.0],
+        [[-2.0, 0.0], [0.0, 0.0]],
         [1.0] * 70_000,
     ]
     for case in cases:
         x = torch.tensor(case, dtype=torch.float16)
         given, right = answer(x), x.double().square().mean().sqrt().item()
-        if _is_stub(given):
-            return _UNTOUCHED
         of = f"of {case[:3]}{' ...' if len(case) > 3 else ''}"
         if getattr(given, "dtype", None) != torch.float16:
             return f"the result {of} is {getattr(given, 'dtype', type(given).__name__)}, and should be torch.float16"
+        if given.dim():
+            return f"the result {of} has the shape {tuple(given.shape)}; it should be a scalar"
         if given.isnan() and not right:
             return f"the rms {of} is nan: 0/0. It is 0"
         if not abs(given.item() - right) <= 2 * FORMATS["fp16"].spacing(right):
@@ -204,8 +222,6 @@ def verdict(answer):
     cases = [(1.2, 1.5, "faster"), (0.6, 0.7, "slower"), (0.96, 1.04, "undecided"), (0.9, 2.4, "undecided")]
     for low, high, right in cases:
         given = answer(low, high)
-        if _is_stub(given):
-            return _UNTOUCHED
         if given != right:
             where = {"faster": "above 1", "slower": "below 1", "undecided": "on both sides of 1"}[right]
             return f"for [{low}, {high}] you say {given!r}, but the interval lies {where}: {right!r}"
@@ -237,8 +253,6 @@ def _reference_step(model, optimizer, images, labels, zero_grad=True):
 def bf16_step(answer):
     """07: `answer(model, optimizer, images, labels)` does one training step in bf16 on the CPU and returns the loss."""
     weight, dtypes, loss = _weights_after_two(answer)
-    if _is_stub(loss):
-        return _UNTOUCHED
     if set(dtypes) != {torch.bfloat16}:
         return f"the layer's output is {dtypes[0] if dtypes else 'missing'}. Call the model under bf16 autocast."
     if loss.dtype != torch.float32:

@@ -67,6 +67,11 @@ def encoded_by_cutting_off(value):
     return code - bool(abs(half.decode(code)) > abs(value))
 
 
+def smallest_step_by_power_of_two(weight, name):
+    """Right for 1 and for odd codes only."""
+    return half.spacing(weight) if math.frexp(weight)[0] == 0.5 else FORMATS[name].spacing(weight) / 2
+
+
 def added_one_by_one(terms):
     total = terms.new_zeros(())
     for term in terms:
@@ -117,14 +122,14 @@ def wrong_step(fault):
         ),
         ("decode_fp16", lambda code: decoded(code) + 0.0, "Zero has a sign too"),
         ("decode_fp16", lambda code: decoded(code ^ (code == 0x1234)), "for 0x1234 you say"),
-        ("decode_fp16", lambda code: [1.0], "raised TypeError"),
+        ("decode_fp16", lambda code: [1.0], "your function returns something unexpected (TypeError"),
         ("encode_fp16", lambda value: encoded_by_cutting_off(value), "round, do not cut off"),
         ("encode_fp16", lambda value: encoded_away_from_even(value), "for 2049.0 you give 2050.0; right is 2048.0"),
         ("encode_fp16", lambda value: half.encode(value, saturate=True), "for 65520.0 you give 65504.0; right is inf"),
         ("encode_fp16", lambda value: int(half.encode(abs(value))), "A negative number has the highest bit set"),
         ("encode_fp16", lambda value: value, "A code is an integer from 0 to 0xffff"),
         ("encode_fp16", lambda value: int(half.encode(value)) if value else 0, "Zero has a sign too"),
-        ("encode_fp16", lambda value: value.hex, "raised TypeError"),
+        ("encode_fp16", lambda value: value.hex, "A code is an integer from 0 to 0xffff"),
         (
             "limits",
             lambda e, m: (2.0**16, 2.0**-14, 2.0**-24, 2.0**-10),
@@ -132,16 +137,31 @@ def wrong_step(fault):
         ),
         ("limits", lambda e, m: (65504.0, 2.0**-14, 2.0**-24, 2.0**-10), "max of bf16: you say 65504.0"),
         ("limits", lambda e, m: (65504.0, 2.0**-15, 2.0**-25, 2.0**-10), "smallest normal of fp16"),
-        ("limits", lambda e, m: 65504.0, "raised TypeError"),
+        ("limits", lambda e, m: 65504.0, "your function returns something unexpected (TypeError"),
+        ("limits", lambda e, m: (65504.0,), "you return 1 values; asked for are four"),
         ("smallest_step", lambda weight, name: FORMATS[name].spacing(weight), "but so does 0.00048828125"),
         ("smallest_step", lambda weight, name: FORMATS[name].spacing(weight) / 2, "is still 1.0 in fp16"),
         ("smallest_step", lambda weight, name: 1.0, "1.0 moves 1.0 in fp16, but so does 0.0009765625"),
         ("smallest_step", lambda weight: 1.0, "raised TypeError"),
+        (
+            "decode_fp16",
+            lambda code: decoded(code) if code < 0x7C00 else None,
+            "called with 49152, your function returns None",
+        ),
+        (
+            "encode_fp16",
+            lambda value: int(torch.tensor(value).half().view(torch.uint16)),
+            "Round once, not first to float32",
+        ),
+        ("encode_fp16", lambda value: -1 if value < 1 else int(half.encode(value)), "-1. A code is an integer"),
+        ("smallest_step", smallest_step_by_power_of_two, "is still 1.001953125"),
+        ("kahan_sum", lambda terms: terms[1:].sum() + 1, "[1000.0, 1.0] give 2.0, not 1001"),
+        ("rms", lambda x: x.float().square().mean(-1).sqrt().half(), "it should be a scalar"),
         ("kahan_sum", added_one_by_one, "4,096 ones give 2048: the total stalls"),
         ("kahan_sum", lambda terms: terms.float().sum(), "the total is torch.float32. Keep it in torch.float16"),
         ("kahan_sum", lambda terms: 4096, "the total is int"),
         ("kahan_sum", lambda terms: terms[:100].sum(), "4,096 ones give 100.0"),
-        ("kahan_sum", lambda terms: terms.new_tensor(len(terms)), "3,000 random numbers give 3000.0"),
+        ("kahan_sum", lambda terms: terms.new_tensor(len(terms)), "[1000.0, 1.0] give 2.0, not 1001"),
         ("rms", lambda x: x.square().mean().sqrt(), "a square, or their sum, overflowed"),
         ("rms", lambda x: (x / 65504).square().mean().sqrt() * 65504, "the squares underflowed"),
         ("rms", lambda x: x.abs().max() * (x / x.abs().max()).square().mean().sqrt(), "nan: 0/0. It is 0"),
@@ -149,7 +169,7 @@ def wrong_step(fault):
         ("rms", lambda x: x.float().square().mean().half(), "the rms of [3.0, 4.0] is 12.5; it should be 3.53553"),
         ("verdict", lambda low, high: "faster", "for [0.6, 0.7] you say 'faster', but the interval lies below 1"),
         ("verdict", lambda low, high: "faster" if high > 1 else "slower", "for [0.96, 1.04] you say 'faster'"),
-        ("verdict", lambda low, high: low.faster, "raised AttributeError"),
+        ("verdict", lambda low, high: low.faster, "called with 1.2, 1.5, your code raised AttributeError"),
         ("verdict", 3, "raised TypeError"),
         ("bf16_step", wrong_step("float32"), "output is torch.float32"),
         ("bf16_step", wrong_step("loss outside"), "the loss is torch.bfloat16"),
