@@ -4,9 +4,11 @@ Neither needs the device that it asks about. Fake tensors have a device and a dt
 """
 
 import copy
-import logging
+import os
 import warnings
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
+from itertools import cycle
+from pathlib import Path
 
 import pandas as pd
 import torch
@@ -21,19 +23,20 @@ _CAST = torch.ops.aten._to_copy.default
 
 # What a call must have to come as far as its casts, where a 1 will not do.
 _OWN_ARGUMENTS = {("aten::_cudnn_rnn", "weight_stride0"): 2, ("aten::_cudnn_rnn", "proj_size"): 0}
-_FAKE_TENSOR_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 @contextmanager
 def _quiet():
-    """Without the warnings of deprecated ops, and the log of calls that fail."""
-    disabled, _FAKE_TENSOR_LOG.disabled = _FAKE_TENSOR_LOG.disabled, True
-    with warnings.catch_warnings():
+    """Without the warnings of deprecated ops. Those of C++ pass Python by, and go to the process's standard error."""
+    with warnings.catch_warnings(), Path(os.devnull).open("w") as nowhere:
         warnings.simplefilter("ignore")
+        stderr = os.dup(2)
+        os.dup2(nowhere.fileno(), 2)
         try:
             yield
         finally:
-            _FAKE_TENSOR_LOG.disabled = disabled
+            os.dup2(stderr, 2)
+            os.close(stderr)
 
 
 @contextmanager
@@ -59,29 +62,42 @@ class _OpReached(Exception):
     """Autocast is done with its casts, and calls the op itself."""
 
 
-class _StopAtOp(TorchDispatchMode):
-    """Lets casts run, notes the dtypes that they make, and stops before anything else."""
+class _Probe(torch.Tensor):
+    """A 2 x 2 tensor without memory, on any device. It can be cast; any other op ends the call."""
 
-    def __init__(self):
-        super().__init__()
-        self.made = set()
+    casts = None  # the set of dtypes that probes were cast to
+    reached = None  # the first op behind autocast, with its arguments that are not tensors
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    @staticmethod
+    def __new__(cls, dtype, device):
+        return torch.Tensor._make_wrapper_subclass(cls, (2, 2), dtype=dtype, device=device)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         if func is _CAST:
-            self.made.add(kwargs["dtype"])
-        elif func.namespace != "prim":
-            raise _OpReached
-        return func(*args, **(kwargs or {}))
+            cls.casts.add(kwargs["dtype"])
+            return cls(kwargs["dtype"], args[0].device)
+        if func is torch.ops.aten.alias.default:  # in giving names to dimensions
+            return cls(args[0].dtype, args[0].device)
+        if func.namespace == "prim":
+            return func(*args, **(kwargs or {}))
+        options = [leaf for leaf in tree_leaves((args, kwargs)) if not isinstance(leaf, torch.Tensor)]
+        cls.reached = func, options
+        raise _OpReached
+
+
+def _has_named_dimensions(op):
+    return any(argument.name == "dim" and "str" in str(argument.type) for argument in op._schema.arguments)
 
 
 def _probe_arguments(op, device_type, dtypes):
     """Small arguments that fit the op's schema; its tensors take turns in having each of `dtypes`."""
-    turn = 0
+    turns = cycle(dtypes)
+    named = _has_named_dimensions(op)
 
     def tensor():
-        nonlocal turn
-        turn += 1
-        return torch.empty(2, 2, dtype=dtypes[(turn - 1) % len(dtypes)], device=device_type)
+        probe = _Probe(next(turns), device_type)
+        return probe.rename("a", "b") if named else probe
 
     def value(argument):
         kind = str(argument.type)
@@ -90,49 +106,60 @@ def _probe_arguments(op, device_type, dtypes):
         if kind == "List[Tensor]":
             return [tensor(), tensor()]
         if kind == "List[Optional[Tensor]]":  # indices
-            return [torch.zeros(2, dtype=torch.long, device=device_type)]
+            return [_Probe(torch.long, device_type)]
         if argument.has_default_value() or kind.startswith("Optional"):
             return argument.default_value
         if (op.name(), argument.name) in _OWN_ARGUMENTS:
             return _OWN_ARGUMENTS[op.name(), argument.name]
+        if named and argument.name == "dim":
+            return "a" if kind == "str" else ["a"]
         return {"str": "ij,jk->ik", "bool": False, "List[int]": [1]}.get(kind, 1)
 
     return [value(argument) for argument in op._schema.arguments if not argument.kwarg_only]
 
 
-def _casts(op, device_type, *dtypes):
-    """The dtypes that autocast casts to when the tensors that `op` is given have `dtypes` in turn."""
-    with FakeTensorMode():
-        arguments = _probe_arguments(op, device_type, dtypes)
-        with _StopAtOp() as mode:
-            try:
-                op(*arguments)
-            except Exception as error:  # of its own checks of shapes, for instance: they come after the casts
-                if "unsafe to autocast" in str(error):
-                    return {"refused"}
-    return mode.made
+def _probe(op, device_type, *dtypes):
+    """Call `op` with tensors of `dtypes` in turn; returns the dtypes cast to, and what was reached or "refused"."""
+    if _has_named_dimensions(op):
+        return _probe_by_profiler(op, device_type, dtypes)
+    _Probe.casts, _Probe.reached = set(), None
+    try:
+        op(*_probe_arguments(op, device_type, dtypes))
+    except Exception as error:  # _OpReached, or what the op itself finds wrong: that comes after the casts
+        if "unsafe to autocast" in str(error):
+            return set(), "refused"
+    return _Probe.casts, _Probe.reached
 
 
-def _output_dtype(op, device_type, dtype, enabled):
-    with FakeTensorMode(), torch._C._DisableAutocast() if not enabled else nullcontext():
-        return op(*_probe_arguments(op, device_type, [dtype])).dtype
+def _probe_by_profiler(op, device_type, dtypes):
+    """The same for the named dimensions of torch 2.11 and older: such tensors never reach Python."""
+    call, said = getattr(torch._VF, op.name().split("::")[1].split(".")[0]), ""
+    with torch.autograd.profiler.profile(record_shapes=True) as profile:
+        try:
+            call(*_probe_arguments(op, device_type, dtypes))
+        except Exception as error:
+            said = str(error)  # it names the overload that was reached
+    events = [(event.name, event.concrete_inputs) for event in profile.function_events]
+    float32 = 6  # the number of this dtype in C++
+    casts = {torch.float32 for name, inputs in events if name == "aten::_to_copy" and float32 in inputs}
+    return casts, (events, said)
 
 
 def _policy(op, device_type, lower):
     wide = torch.float32
-    from_wide = _casts(op, device_type, wide)
-    if "refused" in from_wide:
+    casts, reached = _probe(op, device_type, wide)
+    if reached == "refused":
         return "refused"
-    # cuDNN's RNN asks for float32 weights in a layout of its own; beside 16-bit weights its input is cast all the same.
-    if lower in from_wide | _casts(op, device_type, wide, lower, lower):
+    # cuDNN's RNN wants float32 weights in a layout of its own; beside 16-bit weights its input is cast all the same.
+    if lower in casts | _probe(op, device_type, wide, lower, lower)[0]:
         return "lower"
-    if wide in _casts(op, device_type, lower):
+    casts, reached = _probe(op, device_type, lower)
+    if wide in casts:
         return "fp32"
-    if wide in _casts(op, device_type, lower, wide):
+    if wide in _probe(op, device_type, lower, wide)[0]:
         return "promote"
-    # No tensor is cast, but the op may be told to compute and return float32: sum, softmax, norm.
-    with suppress(Exception):
-        if _output_dtype(op, device_type, lower, True) == wide != _output_dtype(op, device_type, lower, False):
+    with torch._C._DisableAutocast():
+        if reached != _probe(op, device_type, lower)[1]:  # told to return float32: sum, softmax, norm
             return "fp32"
     return "unknown"
 
@@ -148,8 +175,8 @@ def cast_policies(device_type):
     - "refused": the call is an error under autocast;
     - "unknown": no probe could tell.
 
-    Nothing is copied from a list: each op is called on small fake tensors, and the casts that reach the dispatcher
-    are watched. The device may be missing. Raises ValueError for a device type that autocast does not know.
+    Nothing is copied from a list: each op is called on small tensors without memory, and the casts that
+    reach them are watched. The device may be missing. Raises ValueError for a device type that autocast does not know.
     """
     known = torch._C._autocast_supported_devices()
     if device_type not in known:
@@ -235,7 +262,7 @@ def trace_casts(fn, *args, device_type="cuda", dtype=torch.float16):
     written by these casts) and `module` (the innermost that was running, "Global" for none).
     """
     fake = device_type != "cpu" and not torch.get_device_module(device_type).is_available()
-    with _quiet(), FakeTensorMode() if fake else nullcontext():
+    with FakeTensorMode() if fake else nullcontext():
         copies = {}
         for leaf in tree_leaves((fn, args)):
             tensors = [*leaf.parameters(), *leaf.buffers()] if isinstance(leaf, torch.nn.Module) else [leaf]

@@ -8,7 +8,7 @@ import ipywidgets as widgets
 import numpy as np
 from IPython.display import display
 
-from .formats import FORMATS
+from helpers.formats import FORMATS
 
 # Each coloured box brings its own black text, so that it reads the same on a light page and on a dark one.
 _COLORS = {"sign": "#f2b5a7", "exponent": "#a9d8b8", "fraction": "#b3cdf2"}
@@ -27,7 +27,7 @@ class BitView:
 
     def __init__(self, value_or_code, format):
         self.format = FORMATS[format]
-        is_code = isinstance(value_or_code, (int, np.integer))
+        is_code = isinstance(value_or_code, int) or np.asarray(value_or_code).dtype.kind in "iu"
         self.code = int(value_or_code if is_code else self.format.encode(value_or_code))
         self.value, self.kind = float(self.format.decode(self.code)), str(self.format.kind(self.code))
         self.given = self.value if is_code else float(value_or_code)
@@ -64,9 +64,9 @@ class BitView:
     def _facts(self):
         digits = 2 + -(-self.format.bits // 4)
         facts = [f"{self.value!r}", f"{self.code:#0{digits}x}", self.kind]
-        if self.value != self.given and not math.isnan(self.given):
-            off = f" by {self.value - self.given:.3g}" if math.isfinite(self.value) else ""
-            facts.append(f"{self.given!r} rounded{off}")
+        if repr(self.value) != repr(self.given):
+            off = self.value - self.given
+            facts.append(f"{self.given!r} rounded{f' by {off:.3g}' if math.isfinite(off) else ''}")
         return facts
 
     def __repr__(self):
@@ -82,12 +82,12 @@ class BitView:
 
 
 def _axis(y, ticks, pointer):
-    """SVG of a horizontal line with ticks {label: x} and, where `pointer` is not None, a triangle at that x."""
+    """SVG of a horizontal line with ticks {label: x}, and a triangle at x = `pointer` if that is on the line."""
     marks = [
         f'<path d="M{x:.1f} {y} v7" stroke="currentColor"/><text x="{x:.1f}" y="{y + 20}">{label}</text>'
         for label, x in ticks.items()
     ]
-    if pointer is not None:
+    if 40 <= pointer <= 600:
         marks.append(f'<path d="M{pointer:.1f} {y - 1} l-5 -10 h10 z"/>')
     return f'<path d="M40 {y} h560" stroke="currentColor"/>' + "".join(marks)
 
@@ -99,36 +99,34 @@ def _number_line(view):
     if math.isfinite(view.value):
         around = [view.value, *filter(math.isfinite, around)]
         scale = 240 / max(abs(value - view.value) for value in around)
-        place = lambda value: 320 + scale * (value - view.value)
-        drawing = _axis(20, {repr(value): place(value) for value in around}, place(view.given))
+        on_line = lambda value: 320 + scale * (value - view.value)
+        drawing = _axis(20, {repr(value): on_line(value) for value in around}, on_line(view.given))
     log2s = math.log2(form.smallest_subnormal), math.log2(form.max)
-    place = lambda value: float(np.interp(math.log2(value), log2s, (60, 580)))
-    landmarks = sorted({form.smallest_subnormal, 1.0, form.max})
-    if place(form.smallest_normal) > 120:  # else its label would cover the one on the left
-        landmarks.append(form.smallest_normal)
+    by_size = lambda value: float(np.interp(math.log2(value), log2s, (60, 580)))
+    landmarks = {form.smallest_subnormal, 1.0, form.max}
+    if by_size(form.smallest_normal) > 120:  # else its label would cover the one on the left
+        landmarks.add(form.smallest_normal)
     size = abs(view.given)
-    pointer = place(size) if 0 < size < math.inf else None
-    drawing += _axis(76, {f"{value:.5g}": place(value) for value in landmarks}, pointer)
+    pointer = by_size(size) if 0 < size < math.inf else math.nan
+    drawing += _axis(76, {f"{value:.5g}": by_size(value) for value in sorted(landmarks)}, pointer)
     label = f"{view.value!r} between its neighbours, and in the range of {form.name}"
     style = 'width="640" style="display:block" font-size="11" text-anchor="middle" fill="currentColor"'
     return f'<svg viewBox="0 0 640 100" {style} role="img" aria-label="{label}">{drawing}</svg>'
 
 
-def _parse(text, format):
-    """A BitView of what a reader types: 0.1, 1e-8, 2^-24, 1/3, inf, or the bits themselves as 0x3c00 or 0b1."""
-    text = text.strip().lower().replace("**", "^")
+def _parse(text):
+    """The value (float) or code (int) that a reader typed: 0.1, 1e-8, 2^-24, 1/3, inf, or bits as 0x3c00 or 0b1."""
+    text = text.strip().lower().replace("**", "^").replace("\N{MINUS SIGN}", "-")
     try:
         if text.startswith(("0x", "0b")):
-            return BitView(int(text, 0), format)
-        base, power, exponent = text.lstrip("-").partition("^")
-        magnitude = float(base) ** float(exponent) if power else float(Fraction(base) if "/" in base else base)
+            return int(text, 0)
+        sign, size = (-1, text[1:]) if text.startswith("-") else (1, text)
+        base, power, exponent = size.partition("^")
+        return sign * (float(base) ** float(exponent) if power else float(Fraction(size) if "/" in size else size))
     except ArithmeticError:
         raise ValueError(f"{text} is too large, or a division by zero.") from None
-    except ValueError as error:
-        if "codes" in str(error):
-            raise
+    except ValueError:
         raise ValueError(f"{text!r} is not a number. Try 0.1, 1e-8, 2^-24, 1/3, inf, or bits: 0x3c00.") from None
-    return BitView(-magnitude if text.startswith("-") else magnitude, format)
 
 
 class _Explorer:
@@ -170,8 +168,8 @@ class _Explorer:
     def read_number(self, change):
         if not self.writing:
             try:
-                self.show(_parse(change["new"], self.view.format.name))
-            except ValueError as error:
+                self.show(BitView(_parse(change["new"]), self.view.format.name))
+            except (TypeError, ValueError) as error:
                 self.problem.value = f"<b>{escape(str(error))}</b>"
 
     def show(self, view):
@@ -207,8 +205,10 @@ def explore_bits(format="fp16", number=0.1):
 
     A page without a live kernel shows a few fixed BitViews instead, which the live widgets hide.
     """
-    explorer = _Explorer(format, number)
     form = FORMATS[format]
+    if not form.signed:
+        raise ValueError(f"explore_bits shows formats with a sign, not {format}")
+    explorer = _Explorer(format, number)
     fixed = [BitView(value, format) for value in (number, 1.0, form.max, form.smallest_normal, form.smallest_subnormal)]
     page = "".join(view._repr_html_() for view in fixed)
     text = "\n".join(map(repr, fixed))

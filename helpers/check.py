@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from IPython.display import display
 
-from .bitview import BitView
-from .formats import FORMATS
+from helpers.bitview import BitView
+from helpers.formats import FORMATS
 
 
 class _Wrong(Exception):
-    """What is wrong with an answer, in words."""
+    """The whole reply to a call that gave no answer."""
 
 
 def _asked(answer):
@@ -25,13 +25,15 @@ def _asked(answer):
         shown = ", ".join(map(reprlib.repr, arguments))
         try:
             given = answer(*arguments)
-        except Exception as error:
-            raise _Wrong(f"called with {shown}, your code raised {type(error).__name__}: {error}") from None
+        except (Exception, SystemExit) as error:
+            raise _Wrong(
+                f"Not right yet: called with {shown}, your code raised {type(error).__name__}: {error}"
+            ) from None
         if given is not None and given is not ...:
             return given
         if len(calls) == 1:
             raise _Wrong("Not yet: your function returns None. Replace the dots by your code, with a return.")
-        raise _Wrong(f"called with {shown}, your function returns None.")
+        raise _Wrong(f"Not right yet: called with {shown}, your function returns None.")
 
     return ask
 
@@ -47,11 +49,12 @@ def _says(check):
         try:
             wrong = check(_asked(answer))
         except _Wrong as words:
-            wrong = str(words)
+            print(words)
+            return
         except Exception as error:  # the answer is of a kind that the check cannot even compare
             wrong = f"your function returns something unexpected ({type(error).__name__}: {error})"
         wrong, *views = wrong if isinstance(wrong, tuple) else (wrong,)
-        print("Right." if wrong is None else wrong if wrong.startswith("Not yet") else f"Not right yet: {wrong}")
+        print(f"Not right yet: {wrong}" if wrong else "Right.")
         for view in views:
             display(view)
 
@@ -118,7 +121,7 @@ def encode_fp16(answer):
         given = answer(value)
         given = given.item() if hasattr(given, "item") else given
         if not isinstance(given, int) or not 0 <= given <= 0xFFFF:
-            return f"for {value!r} you give {given!r}. A code is an integer from 0 to 0xffff. {why}"
+            return f"for {value!r} you give {given!r}. A code is an integer from 0 to 0xffff."
         if given == right or (math.isnan(value) and half.kind(given) == "NaN"):
             continue
         yours, nearest = BitView(given, "fp16"), BitView(value, "fp16")
@@ -157,6 +160,8 @@ def smallest_step(answer):
         right = half if code % 2 else 2 * half
         if given == right:
             continue
+        if math.frexp(given)[0] != 0.5:
+            return f"{given} is not a power of two"
         if each.encode(weight + given) == code:
             return f"{weight} + {given} is still {weight} in {name}", BitView(weight + given, name)
         return f"{given} moves {weight} in {name}, but so does {right}", BitView(weight + right, name)
@@ -179,9 +184,11 @@ def kahan_sum(answer):
         if given != total:
             return f"{terms} give {given.item()}, not {total}"
     terms = torch.rand(3000, generator=torch.Generator().manual_seed(0)).half()
-    exact, given = terms.double().sum().item(), answer(terms).item()
-    if abs(given - exact) > FORMATS["fp16"].spacing(exact):
-        return f"3,000 random numbers give {given}; their sum is {exact:.2f}, and the spacing there 1"
+    exact, given = terms.double().sum().item(), answer(terms)
+    if given.dtype != torch.float16 or given.dim():
+        return f"the total of 3,000 numbers is {given.dtype} of shape {tuple(given.shape)}, not a torch.float16 scalar"
+    if abs(given.item() - exact) > FORMATS["fp16"].spacing(exact):
+        return f"3,000 random numbers give {given.item()}; their sum is {exact:.2f}, and the spacing there 1"
     return None
 
 
@@ -200,7 +207,8 @@ def rms(answer):
     ]
     for case in cases:
         x = torch.tensor(case, dtype=torch.float16)
-        given, right = answer(x), x.double().square().mean().sqrt().item()
+        right = x.double().square().mean().sqrt().item()
+        given = answer(x.clone())
         of = f"of {case[:3]}{' ...' if len(case) > 3 else ''}"
         if getattr(given, "dtype", None) != torch.float16:
             return f"the result {of} is {getattr(given, 'dtype', type(given).__name__)}, and should be torch.float16"
@@ -219,7 +227,8 @@ def rms(answer):
 @_says
 def verdict(answer):
     """07: `answer(low, high)` puts an interval of a speed ratio into words: "faster", "slower" or "undecided"."""
-    cases = [(1.2, 1.5, "faster"), (0.6, 0.7, "slower"), (0.96, 1.04, "undecided"), (0.9, 2.4, "undecided")]
+    cases = [(1.2, 1.5, "faster"), (0.6, 0.7, "slower"), (1.01, 1.02, "faster"), (0.97, 0.99, "slower")]
+    cases += [(0.96, 1.04, "undecided"), (0.9, 2.4, "undecided")]
     for low, high, right in cases:
         given = answer(low, high)
         if given != right:
@@ -230,11 +239,12 @@ def verdict(answer):
 
 def _weights_after_two(step):
     """Train one small layer by two calls of `step`; returns its weight, its output dtypes and the last loss."""
-    torch.manual_seed(0)
-    model, dtypes = torch.nn.Linear(4, 1), []
+    with torch.random.fork_rng([]):
+        torch.manual_seed(0)
+        model, images = torch.nn.Linear(4, 1), torch.randn(8, 4)
+    dtypes, labels = [], torch.tensor([[0.0], [1.0]] * 4)
     model.register_forward_hook(lambda module, inputs, output: dtypes.append(output.dtype))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    images, labels = torch.randn(8, 4), torch.tensor([[0.0], [1.0]] * 4)
     for _ in range(2):
         loss = step(model, optimizer, images, labels)
     return model.weight.detach(), dtypes, loss
@@ -247,6 +257,7 @@ def _reference_step(model, optimizer, images, labels, zero_grad=True):
         loss = torch.nn.functional.binary_cross_entropy_with_logits(model(images), labels)
     loss.backward()
     optimizer.step()
+    return loss
 
 
 @_says
@@ -255,6 +266,8 @@ def bf16_step(answer):
     weight, dtypes, loss = _weights_after_two(answer)
     if set(dtypes) != {torch.bfloat16}:
         return f"the layer's output is {dtypes[0] if dtypes else 'missing'}. Call the model under bf16 autocast."
+    if not isinstance(loss, torch.Tensor):
+        return f"you return {loss!r}. Return the tensor, detached: loss.item() would wait for the device at every step."
     if loss.dtype != torch.float32:
         return f"the loss is {loss.dtype}. Compute it inside the autocast block, which keeps it in float32."
     if loss.requires_grad:
@@ -263,6 +276,7 @@ def bf16_step(answer):
         return "the weights did not move. Call loss.backward(), then optimizer.step()."
     if torch.equal(weight, _weights_after_two(functools.partial(_reference_step, zero_grad=False))[0]):
         return "the second step added its gradients to those of the first. Call optimizer.zero_grad()."
-    if not torch.equal(weight, _weights_after_two(_reference_step)[0]):
-        return "the weights are not those of a bf16 step with BCEWithLogitsLoss on this batch."
+    right_weight, _, right_loss = _weights_after_two(_reference_step)
+    if not (torch.equal(weight, right_weight) and torch.equal(loss, right_loss)):
+        return "the weights or the loss are not those of a bf16 step with BCEWithLogitsLoss on this batch."
     return None

@@ -51,7 +51,7 @@ class FloatFormat:
     @property
     def max(self):
         """The largest finite number."""
-        return float(self.decode(self._max_code))
+        return float(self.decode(self._infinity - 1))
 
     @property
     def _lowest_exponent(self):
@@ -64,16 +64,19 @@ class FloatFormat:
         ones = 2 ** (self.exponent_bits + self.mantissa_bits) - 1
         return {"ieee": ones - 2**self.mantissa_bits + 1, "nan": ones, "none": ones + 1}[self.specials]
 
-    @property
-    def _max_code(self):
-        return self._infinity - 1
-
     def fields(self, codes):
         """(sign, exponent, fraction) of `codes`, an integer or an array of them, as int64 of the same shape.
 
         Raises TypeError for codes that are not integers, ValueError for one that the format has not.
         """
-        codes = self._checked(codes)
+        codes, last = np.asarray(codes), 2**self.bits - 1
+        if codes.size and codes.dtype.kind not in "iu":
+            raise TypeError(f"{self.name} codes are integers from 0 to {last:#x}, not {codes.flat[0]!r}")
+        wrong = codes[(codes < 0) | (codes > last)]
+        if wrong.size:
+            hint = ". A torch.int16 view has a sign: use .view(torch.uint16)" if wrong[0] < 0 else ""
+            raise ValueError(f"{self.name} codes are integers from 0 to {last:#x}, not {wrong[0]}{hint}")
+        codes = codes.astype(np.int64)
         exponent = codes >> self.mantissa_bits & (2**self.exponent_bits - 1)
         return codes >> (self.exponent_bits + self.mantissa_bits), exponent, codes & (2**self.mantissa_bits - 1)
 
@@ -99,27 +102,23 @@ class FloatFormat:
         return np.where(sign, -magnitude, magnitude)[()]
 
     def encode(self, values, saturate=False):
-        """The codes nearest to `values`, real numbers of any shape, taken as float64; of two as near, the even one.
+        """The codes nearest to `values`, real numbers of any shape, taken as float64; of two as near, the even one (in
+        E8M0, which has no fraction, the larger).
 
         Returns unsigned integers of the same shape, as narrow as the format allows. What rounds past the maximum
         becomes inf, or NaN in a format without inf; the maximum if `saturate`, or in a format without either.
         Where a format has no code for a value, ml_dtypes is followed: in FP4, NaN becomes a zero of opposite sign; in
         E8M0, zero and negative values become NaN. Raises TypeError for values that are not real numbers.
         """
-        values = np.asarray(values)
-        if values.dtype.kind not in "biuf":
-            raise TypeError(f"{self.name} encodes real numbers, not {values.dtype} such as {values.flat[:1]}")
-        values = values.astype(np.float64)
-        magnitude, negative, nan = np.abs(values), np.signbit(values), np.isnan(values)
-        magnitude = np.where(np.isfinite(values), magnitude, 0)
-        _, power = np.frexp(magnitude)  # magnitude = x * 2^power with 0.5 <= x < 1
-        exponent = np.where(magnitude > 0, power.astype(np.int64) - 1 + self.bias, 0)
-        exponent = np.maximum(exponent, self._lowest_exponent)
+        values = self._as_float64(values)
+        negative, nan = np.signbit(values), np.isnan(values)
+        magnitude = np.fmin(np.abs(values), 2 * self.max)  # what is past the maximum stays past it
+        _, power = np.frexp(np.maximum(magnitude, self.smallest_normal))  # magnitude = x * 2^power with 0.5 <= x < 1
+        exponent = power.astype(np.int64) - 1 + self.bias
         significand = np.rint(np.ldexp(magnitude, self.bias + self.mantissa_bits - exponent)).astype(np.int64)
         # The implicit bit adds 1 to the exponent field, and so does a fraction that was rounded up to 1.
         codes = ((exponent - 1) << self.mantissa_bits) + significand
-        largest = self._max_code if saturate or self.specials == "none" else self._infinity
-        codes = np.where(np.isinf(values), largest, np.clip(codes, 0, largest))
+        codes = np.clip(codes, 0, self._infinity - 1 if saturate or self.specials == "none" else self._infinity)
         if self.specials == "none":
             codes, negative = np.where(nan, 0, codes), negative ^ nan
         elif self.signed:
@@ -132,21 +131,20 @@ class FloatFormat:
     def spacing(self, values):
         """The distance between neighbouring numbers at `values`: from |value|, rounded down, to the next larger.
 
-        float64 of the shape of `values`. NaN where the format has no finite number as large.
+        float64 of the shape of `values`. NaN where the format has no finite number as large. Raises as `encode` does.
         """
-        magnitude = np.abs(np.asarray(values, dtype=np.float64))
+        magnitude = np.abs(self._as_float64(values))
         _, power = np.frexp(np.maximum(magnitude, self.smallest_normal))
         return np.where(magnitude <= self.max, np.ldexp(self.eps, power - 1), np.nan)[()]
 
-    def _checked(self, codes):
-        codes, last = np.asarray(codes), 2**self.bits - 1
-        if codes.dtype.kind not in "iu":
-            raise TypeError(f"{self.name} codes are integers from 0 to {last:#x}, not {codes.dtype}")
-        wrong = codes[(codes < 0) | (codes > last)]
-        if wrong.size:
-            hint = ". A torch.int16 view has a sign: use .view(torch.uint16)" if wrong[0] < 0 else ""
-            raise ValueError(f"{self.name} has {self.bits} bits: its codes are 0 to {last:#x}, not {wrong[0]}{hint}")
-        return codes.astype(np.int64)
+    def _as_float64(self, values):
+        if hasattr(values, "detach"):  # a tensor, perhaps on a GPU, perhaps of a dtype that NumPy has not
+            values = values.detach().cpu().double()
+        values = np.asarray(values)
+        if values.dtype.kind not in "biuf":
+            raise TypeError(f"{self.name} takes real numbers, not {values.dtype} such as {values.flat[:1]}")
+        with np.errstate(all="ignore"):  # signalling NaNs, and what only a longdouble can hold
+            return values.astype(np.float64)
 
 
 class _Formats(dict):

@@ -52,7 +52,7 @@ def stacked_bars(table, title, unit):
 def curves(table, x, y, by, title, log2=(), log10=(), step=False, from_zero=True):
     """One line with its own marker for each value of column `by`: the mean of `y`, in a band from min to max.
 
-    log2, log10: names of the columns whose axes are logarithmic. step: the value holds until the next row's.
+    log2, log10: lists of the columns whose axes are logarithmic. step: the value holds until the next row's.
     from_zero: the linear y axis begins at 0.
     """
     if table.empty:
@@ -64,7 +64,7 @@ def curves(table, x, y, by, title, log2=(), log10=(), step=False, from_zero=True
     sns.lineplot(table, x=x, y=y, errorbar=extremes, drawstyle="steps-post" if step else "default", ax=axes, **style)
     axes.legend(frameon=False)
     for column, axis, scale in ((x, axes.xaxis, axes.set_xscale), (y, axes.yaxis, axes.set_yscale)):
-        if column in log2 or column in log10:
+        if column in (*log2, *log10):
             scale("log", base=2 if column in log2 else 10)
         elif axis is axes.yaxis and from_zero:
             axes.set_ylim(bottom=0)
@@ -82,7 +82,7 @@ def histogram(values, title, x, edges):
 
 
 def ranges(table, title, x, y):
-    """A horizontal line a row, at height `precision`, over the columns `subnormal` (dashed), `normal` and `max`.
+    """A horizontal line a row, at height `precision`, over the columns `subnormal` (dotted), `normal` and `max`.
 
     Axes are called `x` and `y`, both logarithmic; rows are named by the index.
     """

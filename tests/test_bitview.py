@@ -1,9 +1,11 @@
 """BitView's text, and the explorer's widgets as a browser would drive them."""
 
 import math
+import re
 
 import numpy as np
 import pytest
+import torch
 
 from helpers import bitview
 from helpers.bitview import BitView
@@ -26,12 +28,16 @@ def test_rounding_is_told():
     assert repr(BitView(0.1, "fp16")).endswith("normal   0.1 rounded by -2.44e-05")
     assert repr(BitView(1e6, "fp16")).endswith("inf   0x7c00   infinity   1000000.0 rounded")
     assert "rounded" not in repr(BitView(math.nan, "fp16")) and "rounded" not in repr(BitView(0.5, "fp16"))
+    assert repr(BitView(math.nan, "fp4_e2m1fn")).endswith("zero   nan rounded")
+    assert repr(BitView(math.inf, "fp4_e2m1fn")).endswith("6.0   0x7   normal   inf rounded")
 
 
 def test_int_is_a_code_and_float_a_value():
     assert BitView(1, "fp16").value == 2.0**-24
     assert BitView(1.0, "fp16").code == BitView(np.float32(1), "fp16").code == 0x3C00
-    assert BitView(np.uint16(0x3C00), "fp16").value == 1.0
+    assert BitView(np.uint16(0x3C00), "fp16").value == BitView(np.array(0x3C00), "fp16").value == 1.0
+    seen = torch.tensor(-6.25, dtype=torch.float16)
+    assert BitView(seen, "fp16").value == BitView(seen.view(torch.uint16), "fp16").value == -6.25
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -41,7 +47,7 @@ def test_formula_gives_the_value(name):
         view = BitView(code, name)
         if math.isfinite(view.value):
             python = view.formula.replace("^", "**").replace("x", "*")
-            assert eval(python) == view.value, (code, python)
+            assert repr(float(eval(python))) == repr(view.value), (code, python)
         else:
             assert view.formula.endswith(view.kind)
 
@@ -92,6 +98,11 @@ def test_explorer_shows_what_is_clicked(explorer):
     assert "-0.0999755859375</b>" in explorer.result.value and bits_shown(explorer)[0] == "1"
     explorer.steps[1].click()
     assert explorer.view.code == 0xAE65
+    assert explorer.bits[15].tooltip == "bit 15, sign" and explorer.bits[10].tooltip == "bit 10, exponent"
+    assert [caption.value for caption in explorer.captions.values()] == ["sign 1", "exponent 11", "fraction 613"]
+    assert "spacing here: 6.10352e-05" in explorer.result.value
+    explorer.number.value = "inf"
+    assert explorer.steps[1].disabled and not explorer.steps[0].disabled
 
 
 def test_explorer_keeps_the_typed_number_over_formats(explorer):
@@ -104,6 +115,7 @@ def test_explorer_keeps_the_typed_number_over_formats(explorer):
 
 
 READ = {" 1 ": 0x3C00, "2^-24": 1, "2**-25": 0, "-2^4": 0xCC00, "1/3": 0x3555, "-1/3": 0xB555, "1e9": 0x7C00}
+READ |= {"\N{MINUS SIGN}2": 0xC000, "0x7e01": 0x7E01}
 READ |= {"inf": 0x7C00, "-INF": 0xFC00, "-0": 0x8000, "nan": 0x7E00, "0x3C00": 0x3C00, "0b11": 3}
 
 
@@ -113,8 +125,9 @@ def test_explorer_reads_numbers_as_people_write_them(explorer, text, code):
     assert explorer.view.code == code and not explorer.problem.value
 
 
-REFUSED = dict.fromkeys(["a tenth", "", "2^3^4", "0xzz"], "is not a number")
-REFUSED |= {"0x10000": "codes are 0 to 0xffff", "1/0": "division by zero", "10^400": "too large", "<b>": "&lt;b&gt;"}
+REFUSED = dict.fromkeys(["a tenth", "", "codes", "2^3^4", "0xzz"], "is not a number")
+REFUSED |= dict.fromkeys(["0x10000", hex(2**64)], "codes are integers from 0 to 0xffff")
+REFUSED |= {"1/0": "division by zero", "10^400": "too large", "<b>": "&lt;b&gt;"}
 
 
 @pytest.mark.parametrize("text, reply", REFUSED.items())
@@ -135,10 +148,35 @@ def test_explorer_draws_every_kind_of_number(explorer, name):
         assert repr(BitView(code, name).value) in explorer.result.value and explorer.result.value.count("<svg") == 1
 
 
+def pointers(view):
+    """The x of each triangle in the number line, after a check that everything is drawn within it."""
+    drawing = bitview._number_line(view)
+    places = [float(x) for x in re.findall(r"(?:M|x=\")(-?[\w.]+)", drawing)]
+    assert all(0 <= x <= 640 for x in places), drawing
+    assert set(re.findall(r'(?:fill|stroke)="(\w+)"', drawing)) == {"currentColor"}
+    return [float(x) for x in re.findall(r'd="M([\d.]+) \d+ l-5', drawing)]
+
+
+@pytest.mark.parametrize("name", SIGNED)
+@pytest.mark.parametrize("value", [0.1, -0.1, 1e300, -1e300, 5e-324, math.inf, -math.inf, math.nan, 0.0, 1.0, 3.0])
+def test_number_line_stays_in_its_frame(name, value):
+    pointers(BitView(value, name))
+
+
+def test_number_line_points_at_the_typed_number():
+    middle, size = pointers(BitView(1.0, "fp16"))
+    above, _ = pointers(BitView(1 + 2**-12, "fp16"))  # a quarter of the way to the next number
+    below, _ = pointers(BitView(1 - 2**-13, "fp16"))
+    assert middle == 320 and above - middle == 60 and middle - below == 30
+    assert pointers(BitView(-1.0, "fp16"))[1] == size  # the second line shows the size alone
+    assert size < pointers(BitView(1000.0, "fp16"))[1] < pointers(BitView(1e6, "fp16"))[0] == 580
+
+
 def test_page_without_a_kernel_shows_fixed_numbers(monkeypatch):
     shown = []
     monkeypatch.setattr(bitview, "display", lambda data, raw: shown.append(data))
     bitview.explore_bits("bf16", number=0.1)
     fixed, live = shown
     assert "0.10009765625" in fixed["text/html"] and "0.10009765625" in fixed["text/plain"]
+    assert fixed["text/html"].count("bf16") == 5 and 'class="bitview-fixed"' in fixed["text/html"]
     assert live["text/plain"] == "" and "application/vnd.jupyter.widget-view+json" in live

@@ -2,6 +2,7 @@
 
 import math
 import re
+import sys
 
 import nbformat
 import pytest
@@ -60,6 +61,16 @@ def encoded_away_from_even(value):
     code, spacing = int(half.encode(value)), half.spacing(value)
     is_tie = abs(value) < 65504 and abs(half.decode(code)) == abs(value) - spacing / 2
     return code + bool(is_tie)
+
+
+def encoded_but(value, condition, code):
+    return code if condition(value) else int(half.encode(value))
+
+
+def limits_of(*names, given):
+    """Right for the formats named, and a KeyError for others."""
+    known = {(f.exponent_bits, f.mantissa_bits): f for f in map(FORMATS.get, names)}[given]
+    return known.max, known.smallest_normal, known.smallest_subnormal, known.eps
 
 
 def encoded_by_cutting_off(value):
@@ -178,6 +189,23 @@ def wrong_step(fault):
         ("bf16_step", wrong_step("accumulates"), "optimizer.zero_grad()"),
         ("bf16_step", wrong_step("other loss"), "not those of a bf16 step"),
         ("bf16_step", lambda model: model, "raised TypeError"),
+        ("bf16_step", lambda *given: wrong_step(None)(*given).item(), "Return the tensor, detached"),
+        ("bf16_step", lambda *given: wrong_step(None)(*given) + 1, "the weights or the loss are not those"),
+        (
+            "verdict",
+            lambda low, high: "faster" if low > 1.1 else "slower" if high < 0.8 else "undecided",
+            "[1.01, 1.02]",
+        ),
+        ("verdict", lambda low, high: sys.exit(), "raised SystemExit"),
+        ("smallest_step", lambda weight, name: 0.6 * FORMATS[name].spacing(weight), "is not a power of two"),
+        ("encode_fp16", lambda value: encoded_but(value, lambda value: value != value, 0x7C00), "for nan you give inf"),
+        (
+            "kahan_sum",
+            lambda terms: terms.sum() if len(terms) != 3000 else terms.float().sum(),
+            "is torch.float32 of shape",
+        ),
+        ("limits", lambda e, m: limits_of("fp16", "bf16", given=(e, m)), "raised KeyError"),
+        ("rms", lambda x: x.float().square().mean().sqrt().half() if len(x) < 9 else x.sum(), "the rms of [1.0, 1.0"),
     ],
 )
 def test_wrong_answer_gets_a_reply_that_fits(name, answer, reply, capsys):

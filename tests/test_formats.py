@@ -1,6 +1,7 @@
 """helpers.formats against ml_dtypes, NumPy and torch: every code decoded, a million numbers and every tie encoded."""
 
 import time
+import warnings
 
 import ml_dtypes
 import numpy as np
@@ -135,6 +136,8 @@ def test_tf32_is_fp32_rounded_to_ten_bits_of_fraction():
     bits = values.view(np.uint32).astype(np.int64)
     half_less_one, last_kept = 2**12 - 1, bits >> 13 & 1  # 13 of 23 fraction bits go; ties to even
     assert np.array_equal(FORMATS["tf32"].encode(values), bits + half_less_one + last_kept >> 13)
+    near_tie = 1 + 2.0**-11 + np.array([-(2.0**-40), 0, 2.0**-40])  # the last would be a tie again in float32
+    assert (FORMATS["tf32"].encode(near_tie) - FORMATS["tf32"].encode(1.0)).tolist() == [0, 0, 1]
     codes = all_codes("tf32")
     theirs = (codes.astype(np.uint32) << 13).view(np.float32)
     assert same(FORMATS["tf32"].decode(codes), theirs)
@@ -177,15 +180,41 @@ def test_spacing_is_the_distance_to_the_next_number(name):
     assert np.array_equal(FORMATS[name].spacing(-numbers[:-1]), np.diff(numbers))
     between = (numbers[:-1] + numbers[1:]) / 2
     assert np.array_equal(FORMATS[name].spacing(between), np.diff(numbers))
-    assert np.isnan(FORMATS[name].spacing([np.nan, np.inf, 2 * numbers[-1]])).all()
+    assert np.isnan(FORMATS[name].spacing([np.nan, np.inf, np.nextafter(numbers[-1], np.inf)])).all()
+
+
+def test_no_input_warns():
+    signalling = np.array([0x7F800001], np.uint32).view(np.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for name in FORMATS:
+            FORMATS[name].encode(signalling)
+            FORMATS[name].encode([5e-324, 1e308, -1e308, *SPECIAL])
+            FORMATS[name].spacing([0.0, 5e-324, 1e308, *SPECIAL])
+
+
+def test_fp32_ties_encode_as_in_numpy():
+    below = np.random.default_rng(3).integers(0, 0x7F7FFFFF, 500_000).astype(np.uint32)
+    lower, upper = below.view(np.float32).astype(np.float64), (below + np.uint32(1)).view(np.float32).astype(np.float64)
+    middle = (lower + upper) / 2
+    values = np.concatenate([middle, np.nextafter(middle, 0), np.nextafter(middle, np.inf)])
+    assert np.array_equal(FORMATS["fp32"].encode(values), values.astype(np.float32).view(np.uint32))
 
 
 def test_saturation_stops_at_the_maximum():
-    values = [1e30, -1e30, np.inf, -np.inf]
-    for name in ("fp16", "fp8_e5m2", "fp8_e4m3fn", "fp4_e2m1fn"):
+    values = [1e38 * 10, -1e38 * 10, np.inf, -np.inf]
+    for name in (name for name in FORMATS if FORMATS[name].signed):
         each = FORMATS[name]
         assert each.decode(each.encode(values, saturate=True)).tolist() == [each.max, -each.max] * 2
         assert np.isnan(each.decode(each.encode(np.nan, saturate=True))) == (each.specials != "none")
+
+
+def test_scales_have_no_zero_no_sign_and_no_subnormals():
+    scales = FORMATS["e8m0"]
+    assert scales.smallest_subnormal == scales.smallest_normal == scales.decode(0) == 2.0**-127
+    assert scales.encode([0.0, -0.0, -1.0, np.nan]).tolist() == [0xFF] * 4
+    assert scales.encode([0.0, np.nan, np.inf, 1e300], saturate=True).tolist() == [0xFF, 0xFF, 0xFE, 0xFE]
+    assert scales.encode([1.5, 3.0, 1e-300]).tolist() == [128, 129, 0]  # ties go up
 
 
 def test_kinds_of_all_halves():
@@ -208,6 +237,9 @@ def test_shapes_and_kinds_of_input():
     assert half.encode([[1, 2], [3, 4]]).shape == (2, 2)
     assert half.encode(torch.tensor([1.0, 2.0])).tolist() == [0x3C00, 0x4000]
     assert half.decode(torch.tensor([1.0], dtype=torch.float16).view(torch.uint16)).tolist() == [1.0]
+    assert half.decode([]).shape == half.encode([]).shape == (0,)
+    weight = torch.nn.Parameter(torch.tensor([1.0], dtype=torch.bfloat16))
+    assert half.encode(weight).tolist() == [0x3C00]
     assert half.encode(True) == half.encode(np.float16(1)) == 0x3C00
 
 
@@ -225,15 +257,16 @@ def test_all_halves_decode_in_milliseconds():
 @pytest.mark.parametrize(
     "call, error, named",
     [
-        (lambda half: half.decode(0x10000), ValueError, "codes are 0 to 0xffff, not 65536"),
+        (lambda half: half.decode(0x10000), ValueError, "codes are integers from 0 to 0xffff, not 65536"),
         (lambda half: half.decode([0, -1]), ValueError, "use .view(torch.uint16)"),
         (lambda half: half.decode(1.0), TypeError, "codes are integers"),
         (lambda half: half.decode("0x3c00"), TypeError, "codes are integers"),
         (lambda half: half.fields(2**70), TypeError, "codes are integers"),
         (lambda half: half.kind(None), TypeError, "codes are integers"),
-        (lambda half: half.encode("1.5"), TypeError, "encodes real numbers, not <U3 such as ['1.5']"),
-        (lambda half: half.encode([1.0, None]), TypeError, "encodes real numbers"),
-        (lambda half: half.encode(1j), TypeError, "encodes real numbers"),
+        (lambda half: half.spacing("1.5"), TypeError, "takes real numbers"),
+        (lambda half: half.encode("1.5"), TypeError, "takes real numbers, not <U3 such as ['1.5']"),
+        (lambda half: half.encode([1.0, None]), TypeError, "takes real numbers"),
+        (lambda half: half.encode(1j), TypeError, "takes real numbers"),
         (lambda half: FORMATS["fp17"], KeyError, "there are fp32, tf32, bf16, fp16, fp8_e5m2"),
     ],
 )
@@ -241,6 +274,7 @@ def test_bad_input_is_refused_by_an_error_that_names_what_is_allowed(call, error
     with pytest.raises(error) as refusal:
         call(FORMATS["fp16"])
     assert named in str(refusal.value)
+    assert ("torch.uint16" in str(refusal.value)) == ("uint16" in named)
 
 
 def test_formats_cannot_be_changed():

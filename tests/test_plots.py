@@ -73,3 +73,27 @@ def test_images_and_captions(figure):
     drawn = figure(plots.images, [torch.rand(3, 8, 6)] * 2, ["one", "two"])
     assert {"one", "two"} <= set(texts(drawn))
     assert drawn.axes[0].images[0].get_array().shape == (8, 6, 3)
+
+
+def test_histogram_counts_between_the_edges(figure):
+    drawn = figure(plots.histogram, [0.1, 0.2, 1.5], "Halves", "value", [0, 1, 2])
+    assert [bar.get_height() for bar in drawn.axes[0].patches] == [2, 1]
+    assert {"Halves", "value"} <= set(texts(drawn))
+
+
+def test_ranges_put_each_row_at_its_precision(figure):
+    columns = ["subnormal", "normal", "max", "precision"]
+    table = pd.DataFrame(
+        [[2.0**-24, 2.0**-14, 65504.0, 11], [2.0**-133, 2.0**-126, 3e38, 8]], ["fp16", "bf16"], columns
+    )
+    drawn = figure(plots.ranges, table, "Range", "size", "bits")
+    assert {"Range", "size", "bits", "fp16", "bf16", "11", "8"} <= set(texts(drawn))
+    dotted, solid = drawn.axes[0].lines[:2]
+    assert dotted.get_linestyle() == ":" and list(dotted.get_xdata()) == [2.0**-24, 2.0**-14]
+    assert list(solid.get_xdata()) == [2.0**-14, 65504.0] and list(solid.get_ydata()) == [11, 11]
+
+
+def test_curves_can_have_logarithmic_axes_and_steps(figure):
+    table = pd.DataFrame({"number": [1, 2, 4], "spacing": [1e-3, 2e-3, 4e-3], "format": "fp16"})
+    drawn = figure(plots.curves, table, "number", "spacing", "format", "Spacing", log2=["number"], log10=["spacing"])
+    assert drawn.axes[0].get_xscale() == drawn.axes[0].get_yscale() == "log"

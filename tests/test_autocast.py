@@ -1,0 +1,252 @@
+"""cast_policies against the header that torch ships and against real calls; trace_casts against what it must find."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+
+from helpers.autocast import cast_policies, trace_casts
+
+HEADER = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
+MACROS = {
+    "AT_FORALL_LOWER_PRECISION_FP": "lower",
+    "AT_FORALL_FP32": "fp32",
+    "AT_FORALL_FP32_SET_OPT_DTYPE": "fp32",
+    "AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE": "fp32",
+    "AT_FORALL_PROMOTE": "promote",
+}
+
+
+def policies(device_type):
+    table = cast_policies(device_type)
+    return {(row.op, row.overload): row.policy for row in table.itertuples()}
+
+
+def header_policies():
+    """{(op, overload): policy} of the lists that CUDA, XPU and others share, as the C++ header spells them."""
+    found = {}
+    text = HEADER.read_text(encoding="utf-8").replace("\\\n", " ")
+    for macro, policy in MACROS.items():
+        (body,) = re.findall(rf"#define {macro}\(_\)(.*)", text)
+        for entry in re.findall(r"_\(((?:[^()]|\([^()]*\))*)\)", body):
+            named = re.search(r'"(\w+)(?:\.(\w+))?"', entry)  # the form of `norm`, with signatures
+            name, overload = named.groups() if named else ([*entry.split(","), ""])[:2]
+            found[f"aten::{name.strip()}", (overload or "").strip()] = policy
+    return found
+
+
+def test_cuda_policies_are_those_of_the_header():
+    ours = {op: policy for op, policy in policies("cuda").items() if op[0].startswith("aten::")}  # torchvision has some
+    theirs = header_policies()
+    assert len(theirs) > 100
+    for policy in ("lower", "fp32", "promote"):
+        print(f"torch {torch.__version__}: {list(ours.values()).count(policy)} {policy}, ", end="")
+        print(f"{list(theirs.values()).count(policy)} in the header")
+    # These are registered elsewhere: in autocast_mode.cpp and cudnn/AutocastRNN.cpp.
+    cuda_only = {op: policy for op, policy in ours.items() if op not in theirs}
+    assert {op: policy for op, policy in ours.items() if op in theirs} == theirs
+    assert cuda_only.pop(("aten::binary_cross_entropy", "")) == "refused"
+    assert set(cuda_only) <= {("aten::_cudnn_rnn", "")} | {
+        (f"aten::{name}", "") for name in ("cudnn_convolution", "cudnn_convolution_transpose", "linalg_matrix_sqrth")
+    }, cuda_only
+
+
+def a(*shape):
+    return torch.rand(*shape) + 0.1
+
+
+# Real calls on the CPU: {op: call on the tensors that it makes with f}.
+LOWER = {
+    "mm": lambda f: torch.mm(f(2, 3), f(3, 4)),
+    "bmm": lambda f: torch.bmm(f(5, 2, 3), f(5, 3, 4)),
+    "matmul": lambda f: torch.matmul(f(5, 2, 3), f(3, 4)),
+    "addmm": lambda f: torch.addmm(f(2, 4), f(2, 3), f(3, 4)),
+    "addbmm": lambda f: torch.addbmm(f(2, 4), f(5, 2, 3), f(5, 3, 4)),
+    "baddbmm": lambda f: torch.baddbmm(f(5, 2, 4), f(5, 2, 3), f(5, 3, 4)),
+    "linear": lambda f: F.linear(f(2, 3), f(4, 3)),
+    "conv1d": lambda f: F.conv1d(f(1, 2, 8), f(3, 2, 3)),
+    "conv2d": lambda f: F.conv2d(f(1, 2, 8, 8), f(3, 2, 3, 3)),
+    "conv3d": lambda f: F.conv3d(f(1, 2, 8, 8, 8), f(3, 2, 3, 3, 3)),
+    "conv_transpose1d": lambda f: F.conv_transpose1d(f(1, 2, 8), f(2, 3, 3)),
+    "conv_transpose2d": lambda f: F.conv_transpose2d(f(1, 2, 8, 8), f(2, 3, 3, 3)),
+    "conv_tbc": lambda f: torch.conv_tbc(f(8, 2, 3), f(3, 3, 4), f(4)),
+    "prelu": lambda f: F.prelu(f(2, 3) - 0.5, f(3)),
+    "scaled_dot_product_attention": lambda f: F.scaled_dot_product_attention(
+        f(1, 2, 8, 4), f(1, 2, 8, 4), f(1, 2, 8, 4)
+    ),
+    "linalg_vecdot": lambda f: torch.linalg.vecdot(f(2, 3), f(2, 3)),
+}
+FP32 = {
+    "mse_loss": lambda f: F.mse_loss(f(3), f(3)),
+    "l1_loss": lambda f: F.l1_loss(f(3), f(3)),
+    "smooth_l1_loss": lambda f: F.smooth_l1_loss(f(3), f(3)),
+    "huber_loss": lambda f: F.huber_loss(f(3), f(3)),
+    "kl_div": lambda f: F.kl_div(f(3), f(3), reduction="sum"),
+    "cross_entropy_loss": lambda f: F.cross_entropy(f(3, 5), torch.tensor([0, 1, 2])),
+    "nll_loss": lambda f: F.nll_loss(f(3, 5), torch.tensor([0, 1, 2])),
+    "binary_cross_entropy": lambda f: F.binary_cross_entropy(f(3) / 2, f(3) / 2),
+    "binary_cross_entropy_with_logits": lambda f: F.binary_cross_entropy_with_logits(f(3), f(3)),
+    "hinge_embedding_loss": lambda f: F.hinge_embedding_loss(f(3), f(3)),
+    "poisson_nll_loss": lambda f: F.poisson_nll_loss(f(3), f(3)),
+    "soft_margin_loss": lambda f: F.soft_margin_loss(f(3), f(3)),
+    "triplet_margin_loss": lambda f: F.triplet_margin_loss(f(2, 3), f(2, 3), f(2, 3)),
+    "margin_ranking_loss": lambda f: F.margin_ranking_loss(f(3), f(3), f(3)),
+    "cosine_embedding_loss": lambda f: F.cosine_embedding_loss(f(2, 3), f(2, 3), f(2)),
+    "multi_margin_loss": lambda f: F.multi_margin_loss(f(3, 5), torch.tensor([0, 1, 2])),
+    "avg_pool3d": lambda f: F.avg_pool3d(f(1, 2, 4, 4, 4), 2),
+    "adaptive_avg_pool3d": lambda f: F.adaptive_avg_pool3d(f(1, 2, 4, 4, 4), 2),
+    "grid_sampler": lambda f: F.grid_sample(f(1, 2, 4, 4), f(1, 3, 3, 2), align_corners=False),
+    "cdist": lambda f: torch.cdist(f(2, 3), f(4, 3)),
+    "inverse": lambda f: torch.inverse(f(3, 3)),
+    "linalg_inv": lambda f: torch.linalg.inv(f(3, 3)),
+    "linalg_qr": lambda f: torch.linalg.qr(f(3, 3))[0],
+    "linalg_svd": lambda f: torch.linalg.svd(f(3, 3))[1],
+    "linalg_svdvals": lambda f: torch.linalg.svdvals(f(3, 3)),
+    "linalg_eigh": lambda f: torch.linalg.eigh(f(3, 3))[0],
+    "linalg_solve": lambda f: torch.linalg.solve(f(3, 3), f(3)),
+    "linalg_matrix_rank": lambda f: torch.linalg.matrix_rank(f(3, 3)).float(),
+    "linalg_cond": lambda f: torch.linalg.cond(f(3, 3)),
+    "trace": lambda f: torch.trace(f(3, 3)),
+    "fft_fft": lambda f: torch.fft.fft(f(8)).real,
+    "fft_rfft": lambda f: torch.fft.rfft(f(8)).real,
+    "fft_hfft": lambda f: torch.fft.hfft(torch.complex(f(5).float(), f(5).float())),
+    "quantile": lambda f: torch.quantile(f(8), 0.5),
+    "nanquantile": lambda f: torch.nanquantile(f(8), 0.5),
+    "pinverse": lambda f: torch.pinverse(f(3, 3)),
+}
+PROMOTE = {
+    "cat": lambda f: torch.cat([f(2), f(2).float()]),
+    "stack": lambda f: torch.stack([f(2), f(2).float()]),
+    "index_copy": lambda f: torch.index_copy(f(3).float(), 0, torch.tensor([0, 2]), f(2)),
+}
+
+
+def test_cpu_policies_are_what_real_calls_show():
+    """From float32, a "lower" op returns bfloat16; from bfloat16, an "fp32" op returns float32."""
+    table, calls = policies("cpu"), 0
+    for expected, given, returned, group in [
+        ("lower", torch.float32, torch.bfloat16, LOWER),
+        ("fp32", torch.bfloat16, torch.float32, FP32),
+        ("promote", torch.bfloat16, torch.float32, PROMOTE),
+    ]:
+        for name, call in group.items():
+            listed = {policy for (op, _), policy in table.items() if op == f"aten::{name}"}
+            if not listed:
+                continue  # not registered in this torch
+            make = lambda *shape, given=given: a(*shape).to(given)
+            with torch.autocast("cpu", torch.bfloat16):
+                assert call(make).dtype == returned, name
+            assert listed == {expected}, name
+            calls += 1
+    print(f"{calls} ops called on the CPU behave as cast_policies says")
+    assert calls >= 40
+
+
+def test_every_registration_has_its_row_and_none_is_unknown():
+    for device_type, key in (
+        ("cuda", "AutocastCUDA"),
+        ("cpu", "AutocastCPU"),
+        ("xpu", "AutocastXPU"),
+        ("mps", "AutocastMPS"),
+    ):
+        table = cast_policies(device_type)
+        names = {f"{row.op}.{row.overload}" if row.overload else row.op for row in table.itertuples()}
+        assert names == set(torch._C._dispatch_get_registrations_for_dispatch_key(key)) and len(names) == len(table)
+        assert list(table.columns) == ["op", "overload", "policy"]
+        if device_type in ("cuda", "cpu"):
+            assert "unknown" not in set(table.policy)
+    assert len(cast_policies("hpu")) == 0  # the dispatcher knows the device type, and nothing is registered
+
+
+def test_probing_is_quick_and_silent_and_leaves_autocast_as_it_was():
+    script = (
+        "import time, torch, helpers.autocast as a; began = time.perf_counter(); a.cast_policies('cuda');"
+        "print(time.perf_counter() - began); assert not torch.is_autocast_enabled('cuda');"
+        "assert torch.is_autocast_cache_enabled()"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert run.stderr == ""
+    print(f"cast_policies('cuda') took {float(run.stdout):.1f} s")
+    assert float(run.stdout) < 10
+
+
+def test_unknown_device_type_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match="autocast knows no device type 'tpu', only cpu, cuda"):
+        cast_policies("tpu")
+
+
+def test_a_rule_registered_by_the_user_is_found():
+    with torch.library._scoped_library("half_bits", "FRAGMENT") as library:
+        library.define("double(Tensor x) -> Tensor")
+        library.impl("double", lambda x: 2 * x, "CompositeExplicitAutograd")
+        torch.library.register_autocast("half_bits::double", "cuda", torch.float16, lib=library)
+        assert policies("cuda")["half_bits::double", ""] == "lower"
+
+
+def casts_of(table):
+    return table.casts[table.casts != ""].str.split("; ").explode().value_counts().to_dict()
+
+
+def test_trace_tells_each_op_s_casts_on_a_missing_device():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.LayerNorm(8))
+    table = trace_casts(model, torch.randn(2, 4))
+    assert list(table.columns) == ["op", "inputs", "output", "casts", "cast_bytes", "module"]
+    assert casts_of(table) == {
+        "weight float32 -> float16": 2,
+        "activation float32 -> float16": 1,
+        "activation float16 -> float32": 1,
+    }
+    assert table.cast_bytes.sum() == (4 + 2) * (4 * 8 + 8 + 2 * 4) + (2 + 4) * 2 * 8
+    by_op = table.set_index("op")
+    assert by_op.output["aten::addmm"] == "float16" and by_op.output["aten::relu"] == "float16"
+    assert by_op.output["aten::native_layer_norm"].startswith("float32")
+    assert by_op.module["aten::relu"] == "Sequential.1"
+    assert model[0].weight.device.type == "cpu" and model[0].weight.grad is None
+
+
+def test_trace_is_what_the_cpu_does():
+    seen = []
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Softmax(-1), torch.nn.Linear(8, 1))
+    for module in model:
+        module.register_forward_hook(lambda module, inputs, output: seen.append(str(output.dtype)))
+    table = trace_casts(model, torch.randn(2, 4), device_type="cpu", dtype=torch.bfloat16)
+    assert seen == ["torch.bfloat16"] * 3  # the CPU's softmax stays in bfloat16
+    assert set(table.output[table.op.isin(["aten::addmm", "aten::_softmax"])]) == {"bfloat16"}
+    assert trace_casts(model, torch.randn(2, 4)).set_index("op").output["aten::_softmax"] == "float32"  # CUDA's is not
+
+
+def test_a_weight_is_cast_once_and_a_cast_by_hand_is_an_op():
+    layer = torch.nn.Linear(4, 4)
+    table = trace_casts(lambda layer, x: layer(layer(x.double().float())), layer, torch.randn(2, 4))
+    assert casts_of(table) == {"weight float32 -> float16": 2, "activation float32 -> float16": 1}
+    assert list(table.op).count("aten::_to_copy") == 2
+
+
+def test_trace_leaves_autocast_as_it_was_even_after_an_error():
+    with pytest.raises(RuntimeError):
+        trace_casts(lambda x: x @ x, torch.randn(2, 3))
+    assert not torch.is_autocast_enabled("cuda")
+    layer = torch.nn.Linear(4, 4)
+    assert casts_of(trace_casts(layer, torch.randn(2, 4))) == casts_of(trace_casts(layer, torch.randn(2, 4)))
+
+
+def test_trace_of_the_running_example():
+    model = timm.create_model("tf_efficientnet_b0", num_classes=1)
+    table = trace_casts(model, torch.empty(32, 3, 512, 384))
+    assert "float16" in table.output.iloc[-1] and model.training
+    weights = [w for name, w in model.named_parameters() if "bn" not in name]
+    casts = casts_of(table)
+    assert casts == {"weight float32 -> float16": len(weights), "activation float32 -> float16": 1}
+    # The one activation is the image batch, which EfficientNet's first convolution pads by a pixel at two edges.
+    moved = sum(w.numel() for w in weights) + 32 * 3 * 513 * 385
+    assert table.cast_bytes.sum() == (4 + 2) * moved
+
+
+def test_rnn_without_the_device_runs_without_cudnn():
+    table = trace_casts(torch.nn.LSTM(8, 8), torch.randn(3, 2, 8))
+    assert "weight float32 -> float16" in casts_of(table)
