@@ -225,6 +225,80 @@ def rms(answer):
 
 
 @_says
+def next_state(answer):
+    """03: `answer(scale, tracker, found_inf, growth_interval)` is the next (scale, tracker), as GradScaler's."""
+    rng = np.random.default_rng(0)
+    cases = [(65536.0, 5, True, 2000), (65536.0, 5, False, 2000), (65536.0, 1999, False, 2000), (0.5, 0, True, 3)]
+    cases += [
+        (2.0 ** int(power), int(rng.integers(interval)), bool(inf), int(interval))
+        for power, interval, inf in zip(rng.integers(-9, 20, 500), rng.integers(1, 9, 500), rng.integers(0, 2, 500))
+    ]
+    for scale, tracker, found_inf, interval in cases:
+        right = torch.tensor(scale), torch.tensor(tracker, dtype=torch.int32)
+        torch._amp_update_scale_(*right, torch.tensor(float(found_inf)), 2.0, 0.5, interval)
+        given, right = answer(scale, tracker, found_inf, interval), (right[0].item(), right[1].item())
+        if tuple(given) != right:
+            why = "an infinity was found" if found_inf else f"this is clean step {tracker + 1} of {interval}"
+            return f"from scale {scale}, tracker {tracker}, you go to {given}; {why}, so it is {right}"
+    return None
+
+
+@_says
+def largest_scale(answer):
+    """03: `answer(gradients)` is the largest power of two that keeps a float32 tensor finite in fp16."""
+    for values in ([1.0, -2.0], [1e-6, 1e-9], [-0.3, 0.1], [65519.0], [65520.0], [4095.0, 1.0], [3e-20], [1e30]):
+        gradients = torch.tensor(values)
+        given = float(answer(gradients.clone()))
+        fits = lambda scale, gradients=gradients: (gradients.double() * scale).half().isfinite().all().item()
+        if given <= 0 or math.frexp(given)[0] != 0.5:
+            return f"for {values} you give {given}, which is not a power of two"
+        if not fits(given):
+            return f"{values} times your {given} is {(gradients.double() * given).half().tolist()} in fp16"
+        if fits(2 * given):
+            return f"{values} times your {given} is finite, but so it is times {2 * given}"
+    return None
+
+
+@_says
+def paste(answer):
+    """04: `answer(x, mask, y)` is a copy of x, in its dtype, with the elements of y where mask is true."""
+    mask = torch.tensor([True, False, True])
+    dtypes = (torch.float32, torch.float16, torch.bfloat16)
+    for into, source in [(a, b) for a in dtypes for b in dtypes]:
+        x, y = torch.zeros(3, dtype=into), torch.tensor([1.0, 2.0, 3.0], dtype=source)
+        for enabled in (False, True):
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                given = answer(x, mask, y)
+            if x.any():
+                return "x itself was changed. Write into x.clone()."
+            if given.dtype != into:
+                return f"for {source} into {into} your result is {given.dtype}; it should keep the dtype of x"
+            if given.tolist() != [1, 0, 3]:
+                return f"with the mask {mask.tolist()} and y {y.tolist()}, zeros become {given.tolist()}, not [1, 0, 3]"
+    return None
+
+
+@_says
+def rms_norm(answer):
+    """04: `answer(x, weight, eps)` is x / sqrt(mean(x^2) + eps) * weight over the last dimension, safe in 16 bits."""
+    generator = torch.Generator().manual_seed(0)
+    for dtype, size in [(torch.float32, 1), (torch.float16, 1), (torch.float16, 1000), (torch.bfloat16, 1)]:
+        x = (size * torch.randn(4, 64, generator=generator)).to(dtype)
+        weight = torch.rand(64, generator=generator)
+        right = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-6) * weight.double()
+        with torch.autocast("cpu", torch.bfloat16):
+            given = answer(x, weight, 1e-6)
+        if given.dtype != dtype:
+            return f"for x in {dtype} you return {given.dtype}; it should be the dtype of x"
+        if not given.isfinite().all():
+            return f"for x in {dtype} with elements near {size} the result is not finite: the squares overflow"
+        off = (given.double() - right).abs().max().item()
+        if off > 4 * torch.finfo(dtype).eps:
+            return f"for x in {dtype} you are off by {off:.2g}; computed in float32 it is {torch.finfo(dtype).eps:.1g}"
+    return None
+
+
+@_says
 def verdict(answer):
     """07: `answer(low, high)` puts an interval of a speed ratio into words: "faster", "slower" or "undecided"."""
     cases = [(1.2, 1.5, "faster"), (0.6, 0.7, "slower"), (1.01, 1.02, "faster"), (0.97, 0.99, "slower")]

@@ -73,10 +73,16 @@ def curves(table, x, y, by, title, log2=(), log10=(), step=False, from_zero=True
     plt.show()
 
 
-def histogram(values, title, x, edges):
-    """How many of `values` lie between each two of `edges`, along an axis called `x`."""
+def histogram(values, title, x, edges, marks=None):
+    """How many of `values` lie between each two of `edges`, along an axis called `x`.
+
+    marks: {text: place on the axis} of dashed vertical lines.
+    """
     axes = _axes(title)
     axes.hist(values, edges, color=sns.color_palette("colorblind")[0])
+    for text, place in (marks or {}).items():
+        axes.axvline(place, color="black", linewidth=1, linestyle="--")
+        axes.annotate(f" {text}", (place, 1), xycoords=("data", "axes fraction"), va="top")
     axes.set(xlabel=x, ylabel="how many")
     plt.show()
 

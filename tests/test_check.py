@@ -83,6 +83,10 @@ def smallest_step_by_power_of_two(weight, name):
     return half.spacing(weight) if math.frexp(weight)[0] == 0.5 else FORMATS[name].spacing(weight) / 2
 
 
+def grown(scale, tracker, interval):
+    return (2 * scale, 0) if tracker + 1 == interval else (scale, tracker + 1)
+
+
 def added_one_by_one(terms):
     total = terms.new_zeros(())
     for term in terms:
@@ -178,6 +182,45 @@ def wrong_step(fault):
         ("rms", lambda x: x.abs().max() * (x / x.abs().max()).square().mean().sqrt(), "nan: 0/0. It is 0"),
         ("rms", lambda x: x.float().square().mean().sqrt(), "is torch.float32, and should be torch.float16"),
         ("rms", lambda x: x.float().square().mean().half(), "the rms of [3.0, 4.0] is 12.5; it should be 3.53553"),
+        (
+            "next_state",
+            lambda scale, tracker, inf, n: (scale / 2, tracker) if inf else (scale, tracker + 1),
+            "so it is (32768.0, 0)",
+        ),
+        (
+            "next_state",
+            lambda scale, tracker, inf, n: (scale / 2, 0) if inf else (scale, tracker + 1),
+            "clean step 2000 of 2000",
+        ),
+        (
+            "next_state",
+            lambda scale, tracker, inf, n: (max(1, scale / 2), 0) if inf else grown(scale, tracker, n),
+            "(0.25, 0)",
+        ),
+        ("next_state", lambda scale, tracker, inf, n: scale, "something unexpected (TypeError"),
+        ("largest_scale", lambda gradients: 65504 / gradients.abs().max(), "which is not a power of two"),
+        ("largest_scale", lambda gradients: 2.0**16, "[1.0, -2.0] times your 65536.0 is [inf, -inf]"),
+        (
+            "largest_scale",
+            lambda gradients: 2.0 ** math.floor(math.log2(32768 / gradients.abs().max())),
+            "but so it is",
+        ),
+        ("largest_scale", lambda gradients: 2.0 ** math.floor(math.log2(65520 / gradients.max())), "times your"),
+        ("paste", lambda x, mask, y: x.masked_scatter_(mask, y[mask].to(x.dtype)), "x itself was changed"),
+        ("paste", lambda x, mask, y: torch.where(mask, y, x), "your result is torch.float32; it should keep"),
+        ("paste", lambda x, mask, y: x.clone().index_put_((mask,), y[mask]), "your code raised RuntimeError"),
+        ("paste", lambda x, mask, y: x.clone(), "zeros become [0.0, 0.0, 0.0], not [1, 0, 3]"),
+        (
+            "rms_norm",
+            lambda x, w, eps: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * w,
+            "you return torch.float32",
+        ),
+        (
+            "rms_norm",
+            lambda x, w, eps: (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * w).to(x.dtype),
+            "for x in torch.float16",
+        ),
+        ("rms_norm", lambda x, w, eps: (x.float() * w).to(x.dtype), "you are off by"),
         ("verdict", lambda low, high: "faster", "for [0.6, 0.7] you say 'faster', but the interval lies below 1"),
         ("verdict", lambda low, high: "faster" if high > 1 else "slower", "for [0.96, 1.04] you say 'faster'"),
         ("verdict", lambda low, high: low.faster, "called with 1.2, 1.5, your code raised AttributeError"),

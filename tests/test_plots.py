@@ -76,9 +76,10 @@ def test_images_and_captions(figure):
 
 
 def test_histogram_counts_between_the_edges(figure):
-    drawn = figure(plots.histogram, [0.1, 0.2, 1.5], "Halves", "value", [0, 1, 2])
+    drawn = figure(plots.histogram, [0.1, 0.2, 1.5], "Halves", "value", [0, 1, 2], {"limit": 1.5})
     assert [bar.get_height() for bar in drawn.axes[0].patches] == [2, 1]
-    assert {"Halves", "value"} <= set(texts(drawn))
+    assert {"Halves", "value", " limit"} <= set(texts(drawn))
+    assert list(drawn.axes[0].lines[0].get_xdata()) == [1.5, 1.5]
 
 
 def test_ranges_put_each_row_at_its_precision(figure):
