@@ -45,7 +45,7 @@ def stacked_bars(table, title, unit):
         axes.annotate(f"{total:,.3g}", (total, row), xytext=(6, 0), textcoords="offset points", va="center")
     axes.set(xlabel=unit, xlim=(0, 1.15 * left.max()))
     axes.invert_yaxis()
-    axes.legend(frameon=False, ncols=table.shape[1], loc="upper center", bbox_to_anchor=(0.5, -0.35))
+    axes.figure.legend(frameon=False, ncols=table.shape[1], loc="outside lower center")
     plt.show()
 
 
