@@ -298,6 +298,74 @@ def rms_norm(answer):
     return None
 
 
+def _fp16_training():
+    """A small layer with old gradients, its optimizer and scaler, and a batch."""
+    with torch.random.fork_rng([]):
+        torch.manual_seed(0)
+        model, images = torch.nn.Linear(4, 1), torch.randn(8, 4)
+    for weight in model.parameters():
+        weight.grad = torch.ones_like(weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, optimizer, torch.amp.GradScaler("cpu", 1024.0), images, torch.tensor([[0.0], [1.0]] * 4)
+
+
+def _reference_fp16_step(parts, divide=True, zero_grad=True, max_norm=None):
+    """The weight after one step on the batch in so many parts, and the gradients' norm."""
+    model, optimizer, scaler, images, labels = _fp16_training()
+    if zero_grad:
+        optimizer.zero_grad()
+    for x, y in zip(images.chunk(parts), labels.chunk(parts)):
+        with torch.autocast("cpu", torch.float16):
+            loss = torch.nn.functional.binary_cross_entropy_with_logits(model(x), y) / (parts if divide else 1)
+        scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm or math.inf)
+    scaler.step(optimizer)
+    return model.weight.detach(), norm
+
+
+@_says
+def accumulated_step(answer):
+    """05: `answer(model, optimizer, scaler, parts, device_type, dtype)` does one fp16 step over a batch in parts."""
+    model, optimizer, scaler, images, labels = _fp16_training()
+    before = model.weight.detach().clone()
+    parts = list(zip(images.chunk(4), labels.chunk(4)))
+    answer(model, optimizer, scaler, parts, "cpu", torch.float16)
+    if scaler._get_growth_tracker() != 1:
+        return f"scaler.update() was called {scaler._get_growth_tracker()} times; once after all parts is right"
+    if torch.equal(model.weight, before):
+        return "the weights did not move. Call scaler.step(optimizer)."
+    if torch.allclose(model.weight, _reference_fp16_step(4, divide=False)[0]):
+        return "the gradient is 4 times that of the whole batch. Divide each loss by len(parts)."
+    if torch.allclose(model.weight, _reference_fp16_step(4, zero_grad=False)[0]):
+        return "gradients of the step before are still in it. Call optimizer.zero_grad() before the parts."
+    if not torch.allclose(model.weight, _reference_fp16_step(4)[0]):
+        return "the weights are not those of one step over the whole batch. Is the scale taken off, by scaler.step?"
+    return None
+
+
+@_says
+def clipped_step(answer):
+    """05: `answer(model, optimizer, scaler, images, labels, device_type, dtype, max_norm)` returns the norm."""
+    model, optimizer, scaler, images, labels = _fp16_training()
+    before = model.weight.detach().clone()
+    given = float(answer(model, optimizer, scaler, images, labels, "cpu", torch.float16, 0.1))
+    right_weight, right = _reference_fp16_step(1, max_norm=0.1)
+    if given > 100 * right:
+        return f"you return the norm {given:.4g} of the scaled gradients. Call scaler.unscale_(optimizer) before."
+    if not math.isclose(given, right, rel_tol=1e-3):
+        return f"you return {given:.4g}; the norm before clipping is {right:.4g}"
+    if torch.equal(model.weight, before):
+        return "the weights did not move. Call scaler.step(optimizer)."
+    if torch.allclose(model.weight, _reference_fp16_step(1)[0]):
+        return "the weights moved as without clipping. Clip between unscale_ and step."
+    if not torch.allclose(model.weight, right_weight):
+        return "the weights are not those of a clipped step"
+    if scaler._get_growth_tracker() != 1:
+        return "call scaler.update() once, at the end"
+    return None
+
+
 @_says
 def verdict(answer):
     """07: `answer(low, high)` puts an interval of a speed ratio into words: "faster", "slower" or "undecided"."""

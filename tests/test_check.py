@@ -87,6 +87,51 @@ def grown(scale, tracker, interval):
     return (2 * scale, 0) if tracker + 1 == interval else (scale, tracker + 1)
 
 
+def wrong_accumulation(fault):
+    def step(model, optimizer, scaler, parts, device_type, dtype):
+        if fault != "no zero_grad":
+            optimizer.zero_grad()
+        for images, labels in parts:
+            with torch.autocast(device_type, dtype):
+                loss = torch.nn.BCEWithLogitsLoss()(model(images), labels)
+            loss = loss / (1 if fault == "not divided" else len(parts))
+            (loss if fault == "not scaled" else scaler.scale(loss)).backward()
+            if fault == "step each":
+                scaler.step(optimizer)
+                scaler.update()
+        if fault == "step unscaled":
+            optimizer.step()
+            scaler.unscale_(optimizer)
+        elif fault not in ("no step", "step each"):
+            scaler.step(optimizer)
+        if fault == "no step":
+            scaler.unscale_(optimizer)
+        if fault != "step each":
+            scaler.update()
+        return True
+
+    return step
+
+
+def wrong_clipping(fault):
+    def step(model, optimizer, scaler, images, labels, device_type, dtype, max_norm):
+        optimizer.zero_grad()
+        with torch.autocast(device_type, dtype):
+            loss = torch.nn.BCEWithLogitsLoss()(model(images), labels)
+        scaler.scale(loss).backward()
+        if fault != "not unscaled":
+            scaler.unscale_(optimizer)
+        limit = math.inf if fault == "not clipped" else max_norm
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+        if fault != "no step":
+            scaler.step(optimizer)
+        if fault != "no update":
+            scaler.update()
+        return max_norm if fault == "limit" else norm
+
+    return step
+
+
 def added_one_by_one(terms):
     total = terms.new_zeros(())
     for term in terms:
@@ -221,6 +266,17 @@ def wrong_step(fault):
             "for x in torch.float16",
         ),
         ("rms_norm", lambda x, w, eps: (x.float() * w).to(x.dtype), "you are off by"),
+        ("accumulated_step", wrong_accumulation("not divided"), "4 times that of the whole batch"),
+        ("accumulated_step", wrong_accumulation("no zero_grad"), "gradients of the step before"),
+        ("accumulated_step", wrong_accumulation("step each"), "update() was called 4 times"),
+        ("accumulated_step", wrong_accumulation("step unscaled"), "not those of one step over the whole batch"),
+        ("accumulated_step", wrong_accumulation("no step"), "the weights did not move"),
+        ("accumulated_step", wrong_accumulation("not scaled"), "your script did not use scaler.scale"),
+        ("clipped_step", wrong_clipping("not unscaled"), "of the scaled gradients"),
+        ("clipped_step", wrong_clipping("not clipped"), "as without clipping"),
+        ("clipped_step", wrong_clipping("no step"), "the weights did not move"),
+        ("clipped_step", wrong_clipping("no update"), "call scaler.update() once"),
+        ("clipped_step", wrong_clipping("limit"), "you return 0.1; the norm before clipping is"),
         ("verdict", lambda low, high: "faster", "for [0.6, 0.7] you say 'faster', but the interval lies below 1"),
         ("verdict", lambda low, high: "faster" if high > 1 else "slower", "for [0.96, 1.04] you say 'faster'"),
         ("verdict", lambda low, high: low.faster, "called with 1.2, 1.5, your code raised AttributeError"),
