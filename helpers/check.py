@@ -237,7 +237,9 @@ def next_state(answer):
         right = torch.tensor(scale), torch.tensor(tracker, dtype=torch.int32)
         torch._amp_update_scale_(*right, torch.tensor(float(found_inf)), 2.0, 0.5, interval)
         given, right = answer(scale, tracker, found_inf, interval), (right[0].item(), right[1].item())
-        if tuple(given) != right:
+        if not isinstance(given, tuple) or len(given) != 2:
+            return f"you return {given!r}; asked for are two values, (scale, tracker)"
+        if given != right:
             why = "an infinity was found" if found_inf else f"this is clean step {tracker + 1} of {interval}"
             return f"from scale {scale}, tracker {tracker}, you go to {given}; {why}, so it is {right}"
     return None
@@ -246,16 +248,16 @@ def next_state(answer):
 @_says
 def largest_scale(answer):
     """03: `answer(gradients)` is the largest power of two that keeps a float32 tensor finite in fp16."""
-    for values in ([1.0, -2.0], [1e-6, 1e-9], [-0.3, 0.1], [65519.0], [65520.0], [4095.0, 1.0], [3e-20], [1e30]):
+    for values in ([1.0, -2.0], [1e-6, 1e-9], [-0.3, 0.1], [65519.0], [65520.0], [4095.0] * 99, [3e-20], [1e30]):
         gradients = torch.tensor(values)
         given = float(answer(gradients.clone()))
         fits = lambda scale, gradients=gradients: (gradients.double() * scale).half().isfinite().all().item()
         if given <= 0 or math.frexp(given)[0] != 0.5:
-            return f"for {values} you give {given}, which is not a power of two"
+            return f"for {values[:3]} you give {given}, which is not a power of two"
         if not fits(given):
-            return f"{values} times your {given} is {(gradients.double() * given).half().tolist()} in fp16"
+            return f"{values[:3]} times your {given} is {(gradients[:3].double() * given).half().tolist()} in fp16"
         if fits(2 * given):
-            return f"{values} times your {given} is finite, but so it is times {2 * given}"
+            return f"{values[:3]} times your {given} is finite, but so it is times {2 * given}"
     return None
 
 
@@ -298,20 +300,23 @@ def rms_norm(answer):
     return None
 
 
-def _fp16_training():
-    """A small layer with old gradients, its optimizer and scaler, and a batch."""
+def _fp16_training(infinite=False):
+    """A small layer with old gradients, its optimizer and scaler, the dtypes of its outputs (a list), and a batch."""
     with torch.random.fork_rng([]):
         torch.manual_seed(0)
-        model, images = torch.nn.Linear(4, 1), torch.randn(8, 4)
+        model, images, dtypes = torch.nn.Linear(4, 1), torch.randn(8, 4), []
+    model.register_forward_hook(lambda module, inputs, output: dtypes.append(output.dtype))
     for weight in model.parameters():
         weight.grad = torch.ones_like(weight)
+    images[0] *= math.inf if infinite else 1
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return model, optimizer, torch.amp.GradScaler("cpu", 1024.0), images, torch.tensor([[0.0], [1.0]] * 4)
+    scaler = torch.amp.GradScaler("cpu", 1024.0)
+    return model, optimizer, scaler, dtypes, images, torch.tensor([[0.0], [1.0]] * 4)
 
 
-def _reference_fp16_step(parts, divide=True, zero_grad=True, max_norm=None):
+def _reference_fp16_step(parts, divide=True, zero_grad=True, max_norm=math.inf):
     """The weight after one step on the batch in so many parts, and the gradients' norm."""
-    model, optimizer, scaler, images, labels = _fp16_training()
+    model, optimizer, scaler, _, images, labels = _fp16_training()
     if zero_grad:
         optimizer.zero_grad()
     for x, y in zip(images.chunk(parts), labels.chunk(parts)):
@@ -319,51 +324,70 @@ def _reference_fp16_step(parts, divide=True, zero_grad=True, max_norm=None):
             loss = torch.nn.functional.binary_cross_entropy_with_logits(model(x), y) / (parts if divide else 1)
         scaler.scale(loss).backward()
     scaler.unscale_(optimizer)
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm or math.inf)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     scaler.step(optimizer)
     return model.weight.detach(), norm
+
+
+def _fault_of_fp16_step(step, parts, divide=True, max_norm=math.inf):
+    """What is wrong with the weights after `step(model, optimizer, scaler, images, labels)`, or None."""
+    model, optimizer, scaler, dtypes, images, labels = _fp16_training()
+    before = model.weight.detach().clone()
+    step(model, optimizer, scaler, images, labels)
+    if set(dtypes) != {torch.float16}:
+        return f"the layer's output is {dtypes[0] if dtypes else 'missing'}. Call the model under autocast, in dtype."
+    if scaler._get_growth_tracker() != 1:
+        return f"scaler.update() was called {scaler._get_growth_tracker()} times; once at the end is right"
+    if torch.equal(model.weight, before):
+        return "the weights did not move. Call scaler.step(optimizer)."
+    for settings, words in [
+        ({"divide": False}, f"the gradient is {parts} times that of the whole batch. Divide each loss by len(parts)."),
+        ({"zero_grad": False}, "gradients of the step before are still in it. Call optimizer.zero_grad() first."),
+        ({"max_norm": math.inf}, "the weights moved as without clipping. Clip between unscale_ and step."),
+        ({}, None),
+    ]:
+        right = {"max_norm": max_norm}
+        if torch.allclose(model.weight, _reference_fp16_step(parts, **(right | settings))[0]):
+            if words is None or _reference_fp16_step(parts, **right)[0].allclose(model.weight):
+                break
+            return words
+    else:
+        return "the weights are not those of one step. Is the loss a mean, and the scale taken off by scaler.step?"
+    model, optimizer, scaler, _, images, labels = _fp16_training(infinite=True)
+    step(model, optimizer, scaler, images, labels)
+    if not torch.equal(model.weight, before):
+        return "with an infinite gradient the weights moved. Step by scaler.step(optimizer), which skips such a step."
+    return None
 
 
 @_says
 def accumulated_step(answer):
     """05: `answer(model, optimizer, scaler, parts, device_type, dtype)` does one fp16 step over a batch in parts."""
-    model, optimizer, scaler, images, labels = _fp16_training()
-    before = model.weight.detach().clone()
-    parts = list(zip(images.chunk(4), labels.chunk(4)))
-    answer(model, optimizer, scaler, parts, "cpu", torch.float16)
-    if scaler._get_growth_tracker() != 1:
-        return f"scaler.update() was called {scaler._get_growth_tracker()} times; once after all parts is right"
-    if torch.equal(model.weight, before):
-        return "the weights did not move. Call scaler.step(optimizer)."
-    if torch.allclose(model.weight, _reference_fp16_step(4, divide=False)[0]):
-        return "the gradient is 4 times that of the whole batch. Divide each loss by len(parts)."
-    if torch.allclose(model.weight, _reference_fp16_step(4, zero_grad=False)[0]):
-        return "gradients of the step before are still in it. Call optimizer.zero_grad() before the parts."
-    if not torch.allclose(model.weight, _reference_fp16_step(4)[0]):
-        return "the weights are not those of one step over the whole batch. Is the scale taken off, by scaler.step?"
+    for parts in (4, 2):
+
+        def step(model, optimizer, scaler, images, labels, parts=parts):
+            pairs = list(zip(images.chunk(parts), labels.chunk(parts)))
+            answer(model, optimizer, scaler, pairs, "cpu", torch.float16)
+
+        if fault := _fault_of_fp16_step(step, parts):
+            return fault
     return None
 
 
 @_says
 def clipped_step(answer):
     """05: `answer(model, optimizer, scaler, images, labels, device_type, dtype, max_norm)` returns the norm."""
-    model, optimizer, scaler, images, labels = _fp16_training()
-    before = model.weight.detach().clone()
-    given = float(answer(model, optimizer, scaler, images, labels, "cpu", torch.float16, 0.1))
-    right_weight, right = _reference_fp16_step(1, max_norm=0.1)
-    if given > 100 * right:
-        return f"you return the norm {given:.4g} of the scaled gradients. Call scaler.unscale_(optimizer) before."
-    if not math.isclose(given, right, rel_tol=1e-3):
-        return f"you return {given:.4g}; the norm before clipping is {right:.4g}"
-    if torch.equal(model.weight, before):
-        return "the weights did not move. Call scaler.step(optimizer)."
-    if torch.allclose(model.weight, _reference_fp16_step(1)[0]):
-        return "the weights moved as without clipping. Clip between unscale_ and step."
-    if not torch.allclose(model.weight, right_weight):
-        return "the weights are not those of a clipped step"
-    if scaler._get_growth_tracker() != 1:
-        return "call scaler.update() once, at the end"
-    return None
+    norms = []
+
+    def step(model, optimizer, scaler, images, labels):
+        norms.append(float(answer(model, optimizer, scaler, images, labels, "cpu", torch.float16, 0.1)))
+
+    fault, right = _fault_of_fp16_step(step, 1, max_norm=0.1), _reference_fp16_step(1)[1]
+    if norms[0] > 100 * right:
+        return f"you return the norm {norms[0]:.4g} of the scaled gradients. Call scaler.unscale_(optimizer) before."
+    if not fault and not math.isclose(norms[0], right, rel_tol=1e-3):
+        return f"you return {norms[0]:.4g}; the norm before clipping is {right:.4g}"
+    return fault
 
 
 @_says

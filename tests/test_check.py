@@ -92,16 +92,16 @@ def wrong_accumulation(fault):
         if fault != "no zero_grad":
             optimizer.zero_grad()
         for images, labels in parts:
-            with torch.autocast(device_type, dtype):
+            with torch.autocast(device_type, dtype, enabled=fault != "no autocast"):
                 loss = torch.nn.BCEWithLogitsLoss()(model(images), labels)
-            loss = loss / (1 if fault == "not divided" else len(parts))
+            loss = loss / (4 if fault == "divided by 4" else 1 if fault == "not divided" else len(parts))
             (loss if fault == "not scaled" else scaler.scale(loss)).backward()
             if fault == "step each":
                 scaler.step(optimizer)
                 scaler.update()
         if fault == "step unscaled":
-            optimizer.step()
             scaler.unscale_(optimizer)
+            optimizer.step()
         elif fault not in ("no step", "step each"):
             scaler.step(optimizer)
         if fault == "no step":
@@ -115,7 +115,8 @@ def wrong_accumulation(fault):
 
 def wrong_clipping(fault):
     def step(model, optimizer, scaler, images, labels, device_type, dtype, max_norm):
-        optimizer.zero_grad()
+        if fault != "no zero_grad":
+            optimizer.zero_grad()
         with torch.autocast(device_type, dtype):
             loss = torch.nn.BCEWithLogitsLoss()(model(images), labels)
         scaler.scale(loss).backward()
@@ -242,7 +243,7 @@ def wrong_step(fault):
             lambda scale, tracker, inf, n: (max(1, scale / 2), 0) if inf else grown(scale, tracker, n),
             "(0.25, 0)",
         ),
-        ("next_state", lambda scale, tracker, inf, n: scale, "something unexpected (TypeError"),
+        ("next_state", lambda scale, tracker, inf, n: scale, "asked for are two values"),
         ("largest_scale", lambda gradients: 65504 / gradients.abs().max(), "which is not a power of two"),
         ("largest_scale", lambda gradients: 2.0**16, "[1.0, -2.0] times your 65536.0 is [inf, -inf]"),
         (
@@ -269,13 +270,17 @@ def wrong_step(fault):
         ("accumulated_step", wrong_accumulation("not divided"), "4 times that of the whole batch"),
         ("accumulated_step", wrong_accumulation("no zero_grad"), "gradients of the step before"),
         ("accumulated_step", wrong_accumulation("step each"), "update() was called 4 times"),
-        ("accumulated_step", wrong_accumulation("step unscaled"), "not those of one step over the whole batch"),
+        ("accumulated_step", wrong_accumulation("step unscaled"), "with an infinite gradient the weights moved"),
+        ("accumulated_step", wrong_accumulation("divided by 4"), "the weights are not those of one step"),
+        ("accumulated_step", wrong_accumulation("no autocast"), "output is torch.float32"),
         ("accumulated_step", wrong_accumulation("no step"), "the weights did not move"),
         ("accumulated_step", wrong_accumulation("not scaled"), "your script did not use scaler.scale"),
         ("clipped_step", wrong_clipping("not unscaled"), "of the scaled gradients"),
         ("clipped_step", wrong_clipping("not clipped"), "as without clipping"),
         ("clipped_step", wrong_clipping("no step"), "the weights did not move"),
-        ("clipped_step", wrong_clipping("no update"), "call scaler.update() once"),
+        ("clipped_step", wrong_clipping("no update"), "update() was called 0 times"),
+        ("clipped_step", wrong_clipping("no zero_grad"), "gradients of the step before are still in it"),
+        ("largest_scale", lambda gradients: 2.0 ** math.floor(math.log2(65519 / gradients.norm())), "but so it is"),
         ("clipped_step", wrong_clipping("limit"), "you return 0.1; the norm before clipping is"),
         ("verdict", lambda low, high: "faster", "for [0.6, 0.7] you say 'faster', but the interval lies below 1"),
         ("verdict", lambda low, high: "faster" if high > 1 else "slower", "for [0.96, 1.04] you say 'faster'"),
