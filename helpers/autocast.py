@@ -5,6 +5,7 @@ Neither needs the device that it asks about. Fake tensors have a device and a dt
 
 import copy
 import os
+import threading
 import warnings
 from contextlib import contextmanager, nullcontext
 from itertools import cycle
@@ -19,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.module_tracker import ModuleTracker
 
 _CAST = torch.ops.aten._to_copy.default
+_ONE_AT_A_TIME = threading.Lock()  # probes share their notes, and the process has one standard error
 
 
 # What a call must have to come as far as its casts, where a 1 will not do.
@@ -145,13 +147,14 @@ def _probe_by_profiler(op, device_type, dtypes):
     return casts, (events, said)
 
 
-def _policy(op, device_type, lower):
-    wide = torch.float32
+def _policy(op, device_type):
+    lower, wide = torch.float16, torch.float32
     casts, reached = _probe(op, device_type, wide)
     if reached == "refused":
         return "refused"
     # cuDNN's RNN wants float32 weights in a layout of its own; beside 16-bit weights its input is cast all the same.
-    if lower in casts | _probe(op, device_type, wide, lower, lower)[0]:
+    # A rule of the user's own may name bfloat16.
+    if (casts | _probe(op, device_type, wide, lower, lower)[0]) & {torch.float16, torch.bfloat16}:
         return "lower"
     casts, reached = _probe(op, device_type, lower)
     if wide in casts:
@@ -159,8 +162,9 @@ def _policy(op, device_type, lower):
     if wide in _probe(op, device_type, lower, wide)[0]:
         return "promote"
     with torch._C._DisableAutocast():
-        if reached != _probe(op, device_type, lower)[1]:  # told to return float32: sum, softmax, norm
-            return "fp32"
+        alone = _probe(op, device_type, lower)[1]
+    if None not in (reached, alone) and reached != alone:  # told to return float32: sum, softmax, norm
+        return "fp32"
     return "unknown"
 
 
@@ -182,47 +186,52 @@ def cast_policies(device_type):
     if device_type not in known:
         raise ValueError(f"autocast knows no device type {device_type!r}, only {', '.join(known)}")
     key = f"Autocast{torch._C._dispatch_key_for_device(device_type)}"
-    rows, lower = [], torch.get_autocast_dtype(device_type)
-    with _quiet(), _autocast_on(device_type, lower, cache=False):
+    rows = []
+    with _ONE_AT_A_TIME, _quiet(), torch.inference_mode(False), _autocast_on(device_type, torch.float16, cache=False):
         for name in sorted(torch._C._dispatch_get_registrations_for_dispatch_key(key)):
             op, _, overload = name.partition(".")
             packet = getattr(getattr(torch.ops, op.split("::")[0]), op.split("::")[1])
-            rows.append((op, overload, _policy(getattr(packet, overload or "default"), device_type, lower)))
+            rows.append((op, overload, _policy(getattr(packet, overload or "default"), device_type)))
     return pd.DataFrame(rows, columns=["op", "overload", "policy"])
 
 
-_EXPLICIT = {torch.Tensor.to, torch.Tensor.type, torch.Tensor.half, torch.Tensor.bfloat16, torch.Tensor.float}
-_EXPLICIT |= {torch.Tensor.double, torch.Tensor.type_as}
+_SHORTCUTS = {torch.Tensor.to, torch.Tensor.type, torch.Tensor.type_as, torch.Tensor.half, torch.Tensor.bfloat16}
+_SHORTCUTS |= {torch.Tensor.float, torch.Tensor.double}
 
 
 class _CurrentCall(TorchFunctionMode):
-    """Knows which function of torch's Python interface is being called."""
+    """Knows whether the call of torch's Python interface that is running asks for a dtype by itself."""
 
-    function = None
+    asks_for_dtype = False
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        self.function = func
+        named = any(isinstance(leaf, torch.dtype) for leaf in tree_leaves((args, kwargs)))
+        self.asks_for_dtype = named or func in _SHORTCUTS
         return func(*args, **(kwargs or {}))
 
 
 class _OpRows(TorchDispatchMode):
-    """Makes a row of each op that reaches the dispatcher; casts that nobody asked for go to the op behind them."""
+    """Makes a row of each op that reaches the dispatcher; autocast's casts go to the op behind them, not to a view."""
 
-    def __init__(self, call, tracker):
+    def __init__(self, call, tracker, dtype):
         super().__init__()
-        self.call, self.tracker, self.casts, self.moved_bytes, self.rows = call, tracker, [], 0, []
+        self.call, self.tracker, self.dtypes = call, tracker, {dtype, torch.float32}
+        self.casts, self.moved_bytes, self.rows = [], 0, []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        if func is _CAST and self.call.function not in _EXPLICIT and result.dtype != args[0].dtype:
+        if func is _CAST and not self.call.asks_for_dtype and result.dtype in self.dtypes - {args[0].dtype}:
             owner = args[0]._base if args[0]._is_view() else args[0]
             role = "weight" if isinstance(owner, torch.nn.Parameter) else "activation"
             self.casts.append(f"{role} {_dtypes(args[0])} -> {_dtypes(result)}")
             self.moved_bytes += args[0].nbytes + result.nbytes
         elif func.namespace != "prim":
-            module, casts = max(self.tracker.parents, key=len), "; ".join(self.casts)
-            self.rows.append((func.name(), _dtypes((args, kwargs)), _dtypes(result), casts, self.moved_bytes, module))
-            self.casts, self.moved_bytes = [], 0
+            module = max(self.tracker.parents - {"Global"}, key=len, default="Global")
+            row = [func.name(), _dtypes((args, kwargs)), _dtypes(result), "", 0, module]
+            if not func.is_view:
+                row[3:5] = "; ".join(self.casts), self.moved_bytes
+                self.casts, self.moved_bytes = [], 0
+            self.rows.append(row)
         return result
 
 
@@ -239,18 +248,18 @@ def _on_device(tensor, device_type, fake):
         copied = tensor.detach().to(device_type, copy=True)
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(copied, tensor.requires_grad)
-    return copied.requires_grad_(tensor.requires_grad)
+    return copied.requires_grad_(tensor.requires_grad and tensor.is_leaf)
 
 
 def _rows(fn, args, device_type, dtype):
     call, tracker = _CurrentCall(), ModuleTracker()
-    with _autocast_on(device_type, dtype, cache=True), tracker, call, _OpRows(call, tracker) as ops:
+    with _autocast_on(device_type, dtype, cache=True), tracker, call, _OpRows(call, tracker, dtype) as ops:
         fn(*args)
     return ops.rows
 
 
 def trace_casts(fn, *args, device_type="cuda", dtype=torch.float16):
-    """Run `fn(*args)` once under autocast, and tell op by op what was cast.
+    """Run `fn(*args)`, a forward pass, once under autocast, and tell op by op what was cast.
 
     fn: a module, or a function that finds the modules and tensors that it works on among its arguments.
     args: modules, tensors, containers of tensors. Copies of them are made on the device, so they stay as they are.
@@ -260,8 +269,13 @@ def trace_casts(fn, *args, device_type="cuda", dtype=torch.float16):
     Returns a DataFrame, a row an op in the order of running: `op` ("aten::convolution"), `inputs` and `output` (their
     dtypes), `casts` (what autocast put in front of it, "weight float32 -> float16; ..."), `cast_bytes` (read and
     written by these casts) and `module` (the innermost that was running, "Global" for none).
+
+    Raises ValueError where the device is missing and is not "cuda", the only one that fake tensors stand in for here,
+    and where `fn` uses tensors that are not among its arguments.
     """
     fake = device_type != "cpu" and not torch.get_device_module(device_type).is_available()
+    if fake and device_type != "cuda":
+        raise ValueError(f"there is no {device_type} device here; without one, only cuda and cpu can be traced")
     with FakeTensorMode() if fake else nullcontext():
         copies = {}
         for leaf in tree_leaves((fn, args)):
@@ -270,6 +284,10 @@ def trace_casts(fn, *args, device_type="cuda", dtype=torch.float16):
         fn, args = copy.deepcopy((fn, args), copies)
         try:
             rows = _rows(fn, args, device_type, dtype)
+        except AssertionError as error:
+            if "convert all Tensors to FakeTensors" not in str(error):
+                raise
+            raise ValueError("fn uses tensors from outside: pass every module and tensor as an argument") from None
         except torch.AcceleratorError:  # cuDNN's RNN asks for the device even when the tensors are fake
             with torch.backends.cudnn.flags(enabled=False):
                 rows = _rows(fn, args, device_type, dtype)

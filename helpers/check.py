@@ -267,16 +267,16 @@ def paste(answer):
     mask = torch.tensor([True, False, True])
     dtypes = (torch.float32, torch.float16, torch.bfloat16)
     for into, source in [(a, b) for a in dtypes for b in dtypes]:
-        x, y = torch.zeros(3, dtype=into), torch.tensor([1.0, 2.0, 3.0], dtype=source)
+        x, y = torch.full((3,), 5.0, dtype=into), torch.tensor([1.0, 2.0, 3.0], dtype=source)
         for enabled in (False, True):
             with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
                 given = answer(x, mask, y)
-            if x.any():
+            if not (x == 5).all():
                 return "x itself was changed. Write into x.clone()."
             if given.dtype != into:
                 return f"for {source} into {into} your result is {given.dtype}; it should keep the dtype of x"
-            if given.tolist() != [1, 0, 3]:
-                return f"with the mask {mask.tolist()} and y {y.tolist()}, zeros become {given.tolist()}, not [1, 0, 3]"
+            if given.tolist() != [1, 5, 3]:
+                return f"with the mask {mask.tolist()} and y {y.tolist()}, fives become {given.tolist()}, not [1, 5, 3]"
     return None
 
 

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -206,6 +207,7 @@ def test_trace_tells_each_op_s_casts_on_a_missing_device():
     assert by_op.output["aten::addmm"] == "float16" and by_op.output["aten::relu"] == "float16"
     assert by_op.output["aten::native_layer_norm"].startswith("float32")
     assert by_op.module["aten::relu"] == "Sequential.1"
+    assert by_op.casts["aten::addmm"].count("->") == 3 and by_op.casts["aten::t"] == ""
     assert model[0].weight.device.type == "cpu" and model[0].weight.grad is None
 
 
@@ -250,3 +252,45 @@ def test_trace_of_the_running_example():
 def test_rnn_without_the_device_runs_without_cudnn():
     table = trace_casts(torch.nn.LSTM(8, 8), torch.randn(3, 2, 8))
     assert "weight float32 -> float16" in casts_of(table)
+
+
+def test_casts_asked_for_are_ops_of_their_own():
+    for cast in (lambda x: x.long(), lambda x: x.half(), lambda x: x.to(torch.float16), lambda x: x.bool()):
+        table = trace_casts(cast, torch.ones(2))
+        assert casts_of(table) == {} and list(table.op) == ["aten::_to_copy"]
+    soft = trace_casts(lambda x: F.softmax(x, -1, dtype=torch.float64), torch.ones(2))
+    assert casts_of(soft) == {}
+
+
+def test_short_module_names_are_found():
+    class M(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.l = torch.nn.Linear(2, 2)
+
+        def forward(self, x):
+            return self.l(x)
+
+    assert set(trace_casts(M(), torch.ones(1, 2)).module) == {"M.l"}
+
+
+def test_what_cannot_be_traced_is_refused_in_words():
+    layer = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="pass every module and tensor as an argument"):
+        trace_casts(lambda x: layer(x), torch.ones(1, 2))
+    missing = next(name for name in ("mps", "xpu") if not torch.get_device_module(name).is_available())
+    with pytest.raises(ValueError, match=f"there is no {missing} device here"):
+        trace_casts(layer, torch.ones(1, 2), device_type=missing)
+
+
+def test_tables_do_not_depend_on_where_they_are_asked_for():
+    expected = policies("cuda")
+    torch.set_autocast_dtype("cuda", torch.bfloat16)
+    try:
+        with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+            assert policies("cuda") == expected
+        assert torch.get_autocast_dtype("cuda") == torch.bfloat16
+    finally:
+        torch.set_autocast_dtype("cuda", torch.float16)
+    with ThreadPoolExecutor(4) as pool:
+        assert all(table == expected for table in pool.map(policies, ["cuda"] * 4))

@@ -255,7 +255,7 @@ def wrong_step(fault):
         ("paste", lambda x, mask, y: x.masked_scatter_(mask, y[mask].to(x.dtype)), "x itself was changed"),
         ("paste", lambda x, mask, y: torch.where(mask, y, x), "your result is torch.float32; it should keep"),
         ("paste", lambda x, mask, y: x.clone().index_put_((mask,), y[mask]), "your code raised RuntimeError"),
-        ("paste", lambda x, mask, y: x.clone(), "zeros become [0.0, 0.0, 0.0], not [1, 0, 3]"),
+        ("paste", lambda x, mask, y: x.clone(), "fives become [5.0, 5.0, 5.0], not [1, 5, 3]"),
         (
             "rms_norm",
             lambda x, w, eps: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * w,
