@@ -171,3 +171,14 @@ def test_explorer_answers_to_clicks_keys_and_typing(lab, page):
     print(f"a click is answered in {sorted(took)[5]:.0f} ms (median), {max(took):.0f} ms at most")
     assert max(took) < 1000
     assert not page.errors
+
+
+def test_search_box_of_the_op_tables_answers(lab, page):
+    address, token, copy = lab
+    page.goto(f"{address}/lab/tree/notebooks/04_autocast_op_tables.ipynb?reset&token={token}")
+    page.wait_for_selector(".jp-NotebookPanel", timeout=60_000)
+    seconds = run_all(page, copy / "notebooks/04_autocast_op_tables.ipynb", limit=120)
+    print(f"Run All of notebook 04 took {seconds:.0f} s")
+    page.get_by_role("textbox", name="op contains", exact=True).fill("log_softmax")
+    expect(page.locator(".jupyter-widgets table tbody th")).to_have_text(["log_softmax.int"])
+    assert not page.errors
