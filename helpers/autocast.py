@@ -22,7 +22,6 @@ from torch.utils.module_tracker import ModuleTracker
 _CAST = torch.ops.aten._to_copy.default
 _ONE_AT_A_TIME = threading.Lock()  # probes share their notes, and the process has one standard error
 
-
 # What a call must have to come as far as its casts, where a 1 will not do.
 _OWN_ARGUMENTS = {("aten::_cudnn_rnn", "weight_stride0"): 2, ("aten::_cudnn_rnn", "proj_size"): 0}
 
@@ -289,6 +288,8 @@ def trace_casts(fn, *args, device_type="cuda", dtype=torch.float16):
                 raise
             raise ValueError("fn uses tensors from outside: pass every module and tensor as an argument") from None
         except torch.AcceleratorError:  # cuDNN's RNN asks for the device even when the tensors are fake
+            if not fake:
+                raise
             with torch.backends.cudnn.flags(enabled=False):
                 rows = _rows(fn, args, device_type, dtype)
     return pd.DataFrame(rows, columns=["op", "inputs", "output", "casts", "cast_bytes", "module"])

@@ -329,7 +329,7 @@ def _reference_fp16_step(parts, divide=True, zero_grad=True, max_norm=math.inf):
     return model.weight.detach(), norm
 
 
-def _fault_of_fp16_step(step, parts, divide=True, max_norm=math.inf):
+def _fault_of_fp16_step(step, parts, max_norm=math.inf):
     """What is wrong with the weights after `step(model, optimizer, scaler, images, labels)`, or None."""
     model, optimizer, scaler, dtypes, images, labels = _fp16_training()
     before = model.weight.detach().clone()
@@ -340,18 +340,17 @@ def _fault_of_fp16_step(step, parts, divide=True, max_norm=math.inf):
         return f"scaler.update() was called {scaler._get_growth_tracker()} times; once at the end is right"
     if torch.equal(model.weight, before):
         return "the weights did not move. Call scaler.step(optimizer)."
-    for settings, words in [
-        ({"divide": False}, f"the gradient is {parts} times that of the whole batch. Divide each loss by len(parts)."),
-        ({"zero_grad": False}, "gradients of the step before are still in it. Call optimizer.zero_grad() first."),
-        ({"max_norm": math.inf}, "the weights moved as without clipping. Clip between unscale_ and step."),
-        ({}, None),
-    ]:
-        right = {"max_norm": max_norm}
-        if torch.allclose(model.weight, _reference_fp16_step(parts, **(right | settings))[0]):
-            if words is None or _reference_fp16_step(parts, **right)[0].allclose(model.weight):
-                break
-            return words
-    else:
+    if not torch.allclose(model.weight, _reference_fp16_step(parts, max_norm=max_norm)[0]):
+        for fault, words in [
+            (
+                {"divide": False},
+                f"the gradient is {parts} times that of the whole batch. Divide each loss by len(parts).",
+            ),
+            ({"zero_grad": False}, "gradients of the step before are still in it. Call optimizer.zero_grad() first."),
+            ({"max_norm": math.inf}, "the weights moved as without clipping. Clip between unscale_ and step."),
+        ]:
+            if torch.allclose(model.weight, _reference_fp16_step(parts, **({"max_norm": max_norm} | fault))[0]):
+                return words
         return "the weights are not those of one step. Is the loss a mean, and the scale taken off by scaler.step?"
     model, optimizer, scaler, _, images, labels = _fp16_training(infinite=True)
     step(model, optimizer, scaler, images, labels)

@@ -94,6 +94,14 @@ def run_all(page, path, limit):
     pytest.fail(f"{path.name}: {sum(not cell.execution_count for cell in cells)} cells had not run after {limit} s")
 
 
+def open_and_run(lab, page, name, limit=120):
+    """Open one notebook in JupyterLab and run all of it."""
+    address, token, copy = lab
+    page.goto(f"{address}/lab/tree/notebooks/{name}?reset&token={token}")
+    page.wait_for_selector(".jp-NotebookPanel", timeout=60_000)
+    print(f"Run All of {name} took {run_all(page, copy / 'notebooks' / name, limit):.0f} s")
+
+
 def test_lab_opens_on_the_first_notebook_and_runs_it(lab, page):
     address, token, copy = lab
     page.goto(f"{address}/?reset&token={token}")
@@ -104,11 +112,7 @@ def test_lab_opens_on_the_first_notebook_and_runs_it(lab, page):
 
 
 def test_experiment_runs_from_image_files_to_the_last_plot(lab, page):
-    address, token, copy = lab
-    page.goto(f"{address}/lab/tree/notebooks/07_fp32_vs_amp_experiment.ipynb?reset&token={token}")
-    page.wait_for_selector(".jp-NotebookPanel", timeout=60_000)
-    seconds = run_all(page, copy / "notebooks/07_fp32_vs_amp_experiment.ipynb", limit=180)
-    print(f"Run All of notebook 07 took {seconds:.0f} s")
+    open_and_run(lab, page, "07_fp32_vs_amp_experiment.ipynb", limit=180)
 
 
 MILLISECONDS_TO_ANSWER = """
@@ -122,11 +126,7 @@ button => new Promise(resolve => {
 
 
 def test_explorer_answers_to_clicks_keys_and_typing(lab, page):
-    address, token, copy = lab
-    page.goto(f"{address}/lab/tree/notebooks/01_fp16_bit_layout.ipynb?reset&token={token}")
-    page.wait_for_selector(".jp-NotebookPanel", timeout=60_000)
-    seconds = run_all(page, copy / "notebooks/01_fp16_bit_layout.ipynb", limit=120)
-    print(f"Run All of notebook 01 took {seconds:.0f} s")
+    open_and_run(lab, page, "01_fp16_bit_layout.ipynb")
 
     number = page.get_by_role("textbox", name="number", exact=True)
     format = page.get_by_role("combobox", name="format", exact=True)
@@ -174,11 +174,7 @@ def test_explorer_answers_to_clicks_keys_and_typing(lab, page):
 
 
 def test_search_box_of_the_op_tables_answers(lab, page):
-    address, token, copy = lab
-    page.goto(f"{address}/lab/tree/notebooks/04_autocast_op_tables.ipynb?reset&token={token}")
-    page.wait_for_selector(".jp-NotebookPanel", timeout=60_000)
-    seconds = run_all(page, copy / "notebooks/04_autocast_op_tables.ipynb", limit=120)
-    print(f"Run All of notebook 04 took {seconds:.0f} s")
+    open_and_run(lab, page, "04_autocast_op_tables.ipynb")
     page.get_by_role("textbox", name="op contains", exact=True).fill("log_softmax")
     expect(page.locator(".jupyter-widgets table tbody th")).to_have_text(["log_softmax.int"])
     assert not page.errors
