@@ -41,7 +41,7 @@ def _quiet():
 
 
 @contextmanager
-def _autocast_on(device_type, dtype, cache):
+def autocast_on(device_type, dtype, cache):
     """Autocast for a device that may be missing, where torch.autocast would switch itself off."""
     enabled, before = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
     cached = torch.is_autocast_cache_enabled()
@@ -186,7 +186,7 @@ def cast_policies(device_type):
         raise ValueError(f"autocast knows no device type {device_type!r}, only {', '.join(known)}")
     key = f"Autocast{torch._C._dispatch_key_for_device(device_type)}"
     rows = []
-    with _ONE_AT_A_TIME, _quiet(), torch.inference_mode(False), _autocast_on(device_type, torch.float16, cache=False):
+    with _ONE_AT_A_TIME, _quiet(), torch.inference_mode(False), autocast_on(device_type, torch.float16, cache=False):
         for name in sorted(torch._C._dispatch_get_registrations_for_dispatch_key(key)):
             op, _, overload = name.partition(".")
             packet = getattr(getattr(torch.ops, op.split("::")[0]), op.split("::")[1])
@@ -239,10 +239,11 @@ def _dtypes(tree):
     return ", ".join(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
 
 
-def _on_device(tensor, device_type, fake):
-    """A copy of a tensor or parameter on a device; within FakeTensorMode one without memory, if `fake`."""
+def on_device(tensor, device_type, fake, dtype=None):
+    """A copy of a tensor or parameter on a device; if `fake`, within FakeTensorMode, one without memory, of `dtype`."""
     if fake:
-        copied = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device_type)
+        dtype = dtype if dtype and tensor.is_floating_point() else tensor.dtype
+        copied = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device=device_type)
     else:
         copied = tensor.detach().to(device_type, copy=True)
     if isinstance(tensor, torch.nn.Parameter):
@@ -252,7 +253,7 @@ def _on_device(tensor, device_type, fake):
 
 def _rows(fn, args, device_type, dtype):
     call, tracker = _CurrentCall(), ModuleTracker()
-    with _autocast_on(device_type, dtype, cache=True), tracker, call, _OpRows(call, tracker, dtype) as ops:
+    with autocast_on(device_type, dtype, cache=True), tracker, call, _OpRows(call, tracker, dtype) as ops:
         fn(*args)
     return ops.rows
 
@@ -279,7 +280,7 @@ def trace_casts(fn, *args, device_type="cuda", dtype=torch.float16):
         copies = {}
         for leaf in tree_leaves((fn, args)):
             tensors = [*leaf.parameters(), *leaf.buffers()] if isinstance(leaf, torch.nn.Module) else [leaf]
-            copies |= {id(t): _on_device(t, device_type, fake) for t in tensors if isinstance(t, torch.Tensor)}
+            copies |= {id(t): on_device(t, device_type, fake) for t in tensors if isinstance(t, torch.Tensor)}
         fn, args = copy.deepcopy((fn, args), copies)
         try:
             rows = _rows(fn, args, device_type, dtype)

@@ -3,6 +3,7 @@
 from itertools import cycle
 
 import matplotlib.pyplot as plt
+import numpy as np
 import seaborn as sns
 from matplotlib.ticker import MaxNLocator
 
@@ -126,4 +127,43 @@ def images(pictures, captions):
         axes.imshow(picture.permute(1, 2, 0).numpy(force=True))
         axes.set_title(caption, fontsize=9)
         axes.axis("off")
+    plt.show()
+
+
+def areas(table, title, x, y):
+    """The columns of `table` stacked over its index, the first at the bottom, each with a hatch of its own."""
+    axes = _axes(title, height=3.6)
+    colors = sns.color_palette("colorblind", table.shape[1])
+    drawn = axes.stackplot(table.index, table.T.to_numpy(), colors=colors, labels=table.columns, edgecolor="white")
+    for area, hatch in zip(drawn, cycle(["", "//", "..", "xx", "--"])):
+        area.set(hatch=hatch, linewidth=0)
+    axes.set(xlabel=x, ylabel=y, xlim=(table.index[0], table.index[-1]), ylim=(0, None))
+    axes.figure.legend(frameon=False, ncols=3, loc="outside lower center")
+    plt.show()
+
+
+def roofline(ops, rates, bandwidth, title):
+    """Ops under their roofs: FLOP/s at best over FLOPs a byte, both axes logarithmic; a larger dot takes longer.
+
+    ops: columns flops, bytes, seconds and kind; those without FLOPs are left out. rates: a dict of FLOP/s, a level
+    roof each. bandwidth: bytes/s, the slope that all roofs share.
+    """
+    axes = _axes(title, height=4.2)
+    ops = ops[ops.flops > 0]
+    ops = ops.assign(intensity=ops.flops / ops.bytes, rate=ops.flops / ops.seconds / 1e12)
+    span = np.geomspace(ops.intensity.min() / 2, 2 * max(*ops.intensity, *(r / bandwidth for r in rates.values())), 200)
+    for (label, rate), style in zip(rates.items(), cycle(["-", "--", ":"])):
+        axes.plot(span, np.minimum(rate, span * bandwidth) / 1e12, color="black", linestyle=style, label=label)
+    look = {
+        "hue": "kind",
+        "style": "kind",
+        "size": "seconds",
+        "sizes": (15, 250),
+        "palette": "colorblind",
+        "alpha": 0.7,
+    }
+    sns.scatterplot(ops, x="intensity", y="rate", legend=False, ax=axes, zorder=3, **look)
+    sns.scatterplot(ops.drop_duplicates("kind"), x="intensity", y="rate", ax=axes, **(look | {"size": None}))
+    axes.set(xscale="log", yscale="log", xlabel="FLOPs a byte", ylabel="TFLOP/s at best")
+    axes.legend(frameon=False, loc="lower right", fontsize=9)
     plt.show()

@@ -1,0 +1,423 @@
+"""Memory and time of a training step, predicted: from fake tensors, which have a shape, a dtype and no memory.
+
+Neither the GPU nor its memory is needed. What a real step adds, and no prediction here contains: the CUDA context, the
+workspaces of cuDNN and cuBLAS, the allocator's cache, and the time between two kernels.
+"""
+
+import copy
+import heapq
+import math
+import weakref
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import count
+from unittest.mock import patch
+
+import numpy as np
+import pandas as pd
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import binary_cross_entropy_with_logits, scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import conv_flop_count, flop_registry
+
+from helpers.autocast import autocast_on, on_device
+
+# Rates in TFLOP/s without sparsity, those of 16-bit formats with sums in float32; bandwidth in GB/s, memory in GB.
+GPUS = pd.DataFrame(
+    [
+        ("V100", 16, 900, 15.7, math.nan, 125, math.nan, "NVIDIA V100 datasheet, SXM2"),
+        ("RTX 3090", 24, 936, 35.6, 35.6, 71, 71, "NVIDIA GA102 whitepaper, appendix A"),
+        ("A100", 80, 2039, 19.5, 156, 312, 312, "NVIDIA A100 datasheet, SXM 80 GB"),
+        ("RTX 4090", 24, 1008, 82.6, 82.6, 165.2, 165.2, "NVIDIA Ada whitepaper, appendix A"),
+        ("H100", 80, 3350, 66.9, 494.7, 989.4, 989.4, "NVIDIA H100 whitepaper, SXM5; bandwidth: datasheet"),
+        ("H200", 141, 4800, 66.9, 494.7, 989.4, 989.4, "NVIDIA H200 datasheet, SXM; rates as of the H100"),
+        ("B200", 180, 7700, 75, 1125, 2250, 2250, "NVIDIA Blackwell datasheet, an eighth of an HGX B200"),
+    ],
+    columns=["gpu", "memory", "bandwidth", "fp32", "tf32", "fp16", "bf16", "source"],
+).set_index("gpu")
+
+# Adam as with fused=True: the default on CUDA makes temporary copies as large as all weights in its step.
+OPTIMIZERS = {
+    "sgd": lambda weights: torch.optim.SGD(weights, lr=1e-3),
+    "sgd_momentum": lambda weights: torch.optim.SGD(weights, lr=1e-3, momentum=0.9),
+    "adam": lambda weights: torch.optim.Adam(weights, lr=1e-3, fused=True),
+    "adamw": lambda weights: torch.optim.AdamW(weights, lr=1e-3, fused=True),
+}
+
+# The dtype of autocast, None without it.
+PRECISIONS = {"fp32": None, "tf32": None, "fp16": torch.float16, "bf16": torch.bfloat16, "pure_bf16": None}
+
+KINDS = ["parameters", "buffers", "optimizer state", "batch", "gradients", "activations", "other"]
+
+_BLOCK = 512  # bytes; CUDACachingAllocator.cpp, kMinBlockSize
+
+
+@dataclass
+class _Allocation:
+    """A piece of memory: what it is for, the first op that has it, and the first that has it no more."""
+
+    bytes: int
+    dtype: str
+    born: int
+    died: int | None = None
+    kind: str = "other"
+
+
+class _Recorder(TorchDispatchMode):
+    """Makes a row of every op that runs, and follows the memory that ops allocate until it is freed."""
+
+    def __init__(self):
+        super().__init__()
+        self.phase, self.rows, self.allocations, self._alive = "", [], [], {}
+
+    def allocation(self, tensor):
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._alive:
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            self._alive[storage._cdata] = _Allocation(storage.nbytes(), dtype, born=len(self.rows))
+            self.allocations.append(self._alive[storage._cdata])
+            weakref.finalize(storage, self._freed, storage._cdata).atexit = False
+        return self._alive[storage._cdata]
+
+    def _freed(self, address):
+        self._alive.pop(address).died = len(self.rows)
+
+    def mark(self, tensors, kind):
+        for tensor in tensors:
+            self.allocation(tensor).kind = kind
+
+    def mark_unmarked(self, kind):
+        for allocation in self._alive.values():
+            allocation.kind = kind if allocation.kind == "other" else allocation.kind
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func.namespace == "profiler":
+            return result
+        for tensor in _tensors(result):
+            self.allocation(tensor)
+        dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in _tensors((args, kwargs))]
+        self.rows.append(
+            {
+                "phase": self.phase,
+                "op": func.name().split("::")[1].removesuffix(".default"),
+                "groups": _groups(func, args),
+                "dtype": dtypes[0] if dtypes else "",
+                "flops": _flops(func, args, kwargs, result),
+                "bytes": _traffic(func, args, kwargs, result),
+            }
+        )
+        return result
+
+    def timeline(self):
+        """The bytes alive while each op runs, by kind."""
+        changes = np.zeros((len(self.rows) + 1, len(KINDS)), dtype=np.int64)
+        for allocation in self.allocations:
+            size = math.ceil(allocation.bytes / _BLOCK) * _BLOCK
+            changes[allocation.born, KINDS.index(allocation.kind)] += size
+            if allocation.died is not None:
+                changes[allocation.died, KINDS.index(allocation.kind)] -= size
+        alive = pd.DataFrame(changes[:-1].cumsum(axis=0), columns=KINDS)
+        return pd.DataFrame(self.rows)[["phase", "op"]].join(alive)
+
+
+def _tensors(tree):
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _groups(func, args):
+    position = {"aten::convolution": 8, "aten::convolution_backward": 9}.get(func.name())
+    return args[position] if position else 1
+
+
+def _flops(func, args, kwargs, result):
+    if func.name() == "aten::convolution_backward":  # torch's own formula forgets the groups
+        grad, x, weight, transposed, wanted = args[0], args[1], args[2], args[7], args[10]
+        return sum(wanted[:2]) * conv_flop_count(x.shape, weight.shape, grad.shape, transposed)
+    formula = flop_registry.get(func.overloadpacket)
+    return formula(*args, **kwargs, out_val=result) if formula else 0
+
+
+def _traffic(func, args, kwargs, result):
+    """Bytes read and written. A view moves nothing, nor does memory that is allocated and not filled."""
+    if "empty" in func.name():
+        return 0
+    named = {argument.name: value for argument, value in zip(func._schema.arguments, args)} | kwargs
+    changed = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    inputs = _tensors((args, kwargs))
+    read_from = {tensor.untyped_storage()._cdata for tensor in inputs}
+    written = _tensors([named.get(name) for name in changed])
+    written += [tensor for tensor in _tensors(result) if tensor.untyped_storage()._cdata not in read_from]
+    if not written:
+        return 0
+    if func.name().startswith(("aten::copy_", "aten::fill_", "aten::zero_")):
+        inputs = inputs[1:]
+    return sum(min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in inputs + written)
+
+
+class _FusedAttention(TorchFunctionMode):
+    """Attention by the kernel that CUDA would take. Without a GPU, torch finds none that supports a fused kernel."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is scaled_dot_product_attention:
+            return _attention(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    if enable_gqa:
+        repeats = query.size(-3) // key.size(-3)
+        key, value = (tensor.repeat_interleave(repeats, -3) for tensor in (key, value))
+    if torch.is_autocast_enabled("cuda"):
+        dtype = torch.get_autocast_dtype("cuda")
+        query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
+    if attn_mask is None and query.dtype != torch.float32:
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention
+        return kernel(query, key, value, dropout_p, is_causal, scale=scale)[0]
+    if attn_mask is not None:
+        attn_mask = attn_mask.to(query.dtype).expand(*query.shape[:-1], key.size(-2))
+    kernel = torch.ops.aten._scaled_dot_product_efficient_attention
+    return kernel(query, key, value, attn_mask, query.requires_grad, dropout_p, is_causal, scale=scale)[0]
+
+
+def _backward(losses, on_gradient):
+    """What `losses.pop().backward()` does, one node of the graph after the other, in the engine's order.
+
+    The engine itself asks the device for its streams, and there may be no device. A node is let go as soon as it has
+    run, and with it what it had kept: the list must hold the only reference to the loss. `on_gradient` is called with
+    each gradient that arrives at a weight.
+    """
+    loss = losses.pop()
+    waiting, nodes = Counter(), [loss.grad_fn]  # `waiting`: how many gradients a node has yet to be given
+    for node in nodes:
+        for child, _ in node.next_functions:
+            if child is not None:
+                if child not in waiting:
+                    nodes.append(child)
+                waiting[child] += 1
+    given = {loss.grad_fn: [torch.ones_like(loss)]}
+    order = count()
+    ready = [(-loss.grad_fn._sequence_nr(), next(order), loss.grad_fn)]
+    del loss, node, nodes, child
+    while ready:
+        *_, node = heapq.heappop(ready)
+        gradients, edges = given.pop(node), node.next_functions
+        if hasattr(node, "variable"):
+            weight = node.variable
+            weight.grad = gradients[0] if weight.grad is None else weight.grad + gradients[0]
+            on_gradient(weight.grad)
+            continue
+        if isinstance(node, torch.autograd.function.BackwardCFunction):  # written in Python, with a place an argument
+            results = node.apply(*gradients)
+            results = results if isinstance(results, tuple) else (results,)
+            results = [result for result, needed in zip(results, node.needs_input_grad) if needed]
+            edges = [edge for edge in edges if edge[0] is not None]
+        else:
+            results = node(*gradients)
+            results = results if isinstance(results, tuple) else (results,)
+        del node, gradients
+        for (child, place), result in zip(edges, results):
+            if child is None:
+                continue
+            places = given.setdefault(child, [None] * len(child._input_metadata))
+            if result is not None:
+                expected = child._input_metadata[place]
+                result = result.sum_to_size(expected.shape).to(expected.dtype)
+                places[place] = result if places[place] is None else places[place] + result
+            waiting[child] -= 1
+            if not waiting[child]:
+                del waiting[child]
+                heapq.heappush(ready, (-child._sequence_nr(), next(order), child))
+        del results, result, places, child, edges
+
+
+def _autocast(device_type, dtype=None, enabled=True, cache_enabled=True):
+    return autocast_on(device_type, dtype, cache_enabled) if enabled else nullcontext()
+
+
+def _record(model, input_shape, precision, optimizer, device_type):
+    """Run one training step on fake tensors; the _Recorder that saw it."""
+    if precision not in PRECISIONS:
+        raise ValueError(f"unknown precision {precision!r}; it is one of {', '.join(PRECISIONS)}")
+    if not callable(optimizer) and optimizer not in OPTIMIZERS:
+        raise ValueError(f"unknown optimizer {optimizer!r}; it is a function or one of {', '.join(OPTIMIZERS)}")
+    make_optimizer = optimizer if callable(optimizer) else OPTIMIZERS[optimizer]
+    dtype = torch.bfloat16 if precision == "pure_bf16" else torch.float32
+    seen = _Recorder()
+    with FakeTensorMode():
+        tensors = [*model.parameters(), *model.buffers()]
+        model = copy.deepcopy(model, {id(tensor): on_device(tensor, device_type, True, dtype) for tensor in tensors})
+        optimizer = make_optimizer(model.parameters())
+        for weight in model.parameters():
+            weight.grad = torch.empty_like(weight) if weight.requires_grad else None
+        optimizer.step()  # from the second step on, there is momentum
+        optimizer.zero_grad()
+        batch = torch.empty(input_shape, dtype=dtype, device=device_type)
+
+        seen.mark(model.parameters(), "parameters")
+        seen.mark(model.buffers(), "buffers")
+        seen.mark([state for state in _tensors(list(optimizer.state.values())) if state.ndim], "optimizer state")
+        seen.mark([batch], "batch")
+
+        def keep(tensor):
+            if tensor.untyped_storage()._cdata == batch.untyped_storage()._cdata:
+                seen.mark([tensor], "activations")
+            return tensor.detach()  # or an op that keeps its own output would keep itself alive
+
+        autocast = _autocast(device_type, PRECISIONS[precision], PRECISIONS[precision] is not None)
+        attention = _FusedAttention() if device_type == "cuda" else nullcontext()
+        with seen, attention:
+            seen.phase = "forward"
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), autocast:
+                output = model(batch)
+                if not isinstance(output, torch.Tensor) or not output.requires_grad:
+                    raise ValueError("the model must return one tensor that depends on a weight that is trained")
+                losses = [binary_cross_entropy_with_logits(output, torch.zeros_like(output))]
+            del output
+            seen.mark_unmarked("activations")
+            seen.phase = "backward"
+            # Both are asked by torch.utils.checkpoint: for autocast, which torch refuses where the device is missing,
+            # and for the engine's number, under which it keeps what it has computed again.
+            with (
+                patch.object(torch.amp, "autocast", _autocast),
+                patch.object(torch._C, "_current_graph_task_id", lambda: 0),
+                torch.no_grad(),
+            ):
+                _backward(losses, on_gradient=lambda gradient: seen.mark([gradient], "gradients"))
+            seen.phase = "optimizer"
+            optimizer.step()
+    return seen
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """What one training step needs, in bytes. Weights, momentum and the batch are there before the step begins.
+
+    `activations` is what forward keeps for backward, the batch included where it is kept, by dtype name. `peak` is the
+    most that is alive at one moment, every tensor rounded up to torch's blocks of 512 bytes. `timeline` has a row an
+    op, in the order of running: phase, op, and the bytes alive while it runs, a column for each of `KINDS`.
+    """
+
+    parameters: int
+    buffers: int
+    gradients: int
+    optimizer_state: int
+    activations: dict
+    peak: int
+    timeline: pd.DataFrame = field(repr=False)
+
+
+def predict_memory(build_model, input_shape, precision, optimizer="sgd_momentum", device_type="cuda"):
+    """Predict the memory of a training step on a GPU that need not be there, as a MemoryEstimate.
+
+    build_model: takes no argument and returns a module. Activation checkpointing that it turns on
+        (`model.set_grad_checkpointing()` in timm) is predicted too.
+    input_shape: (batch, channels, height, width) of float images. The loss is binary cross-entropy with logits.
+    precision: "fp32" or "tf32" (the same memory), "fp16" or "bf16" (autocast), "pure_bf16" (weights and images too).
+    optimizer: a key of `OPTIMIZERS`, or a function that takes the weights and returns an optimizer.
+    device_type: "cuda", or "cpu". A CPU keeps other things where its autocast has other rules (softmax, layer_norm).
+
+    On "cuda", attention is what Ampere and newer take: flash attention in 16 bits, memory-efficient attention in
+    float32 and with a mask. The reserve that batch norm keeps in channels_last is left out.
+
+    Raises ValueError for an unknown precision or optimizer, and for a model that returns no tensor to train on.
+    """
+    seen = _record(build_model(), input_shape, precision, optimizer, device_type)
+    total, activations = Counter(), Counter()
+    for allocation in seen.allocations:
+        total[allocation.kind] += allocation.bytes
+        if allocation.kind == "activations":
+            activations[allocation.dtype] += allocation.bytes
+    timeline = seen.timeline()
+    return MemoryEstimate(
+        parameters=total["parameters"],
+        buffers=total["buffers"],
+        gradients=total["gradients"],
+        optimizer_state=total["optimizer state"],
+        activations=dict(activations),
+        peak=int(timeline[KINDS].sum(axis=1).max()),
+        timeline=timeline,
+    )
+
+
+def largest_batch(gpu_memory, build_model, image_shape, precision, optimizer="sgd_momentum"):
+    """The largest batch whose predicted peak fits into `gpu_memory` bytes; 0 if a single image does not.
+
+    image_shape: (channels, height, width). The other arguments are `predict_memory`'s. Take the CUDA context and the
+    workspaces off `gpu_memory` before: they come on top of the prediction.
+    """
+    model = build_model()
+
+    @cache
+    def peak(batch):
+        return predict_memory(lambda: model, (batch, *image_shape), precision, optimizer).peak
+
+    batch, each = 16, (peak(32) - peak(16)) / 16
+    for _ in range(4):  # the peak is nearly, but not quite, a straight line
+        batch = max(0, batch + math.floor((gpu_memory - peak(batch)) / each))
+        if batch == 0 or 0 <= gpu_memory - peak(batch) < each:
+            break
+    while batch > 0 and peak(batch) > gpu_memory:
+        batch -= 1
+    while peak(batch + 1) <= gpu_memory:
+        batch += 1
+    return batch
+
+
+@dataclass(frozen=True)
+class TimeEstimate:
+    """The least time that a training step can take on a GPU: its arithmetic and its memory traffic, nothing else.
+
+    `flops`: a multiply-add of a convolution, a matrix product or attention counts 2, all else 0. `bytes`: what the ops
+    read and write, each tensor once an op. `seconds`: the larger of arithmetic and traffic, summed over the ops;
+    `bound`: "memory" or "compute", whichever makes up most of it. `ops`: a row an op, with its phase, groups (of a
+    convolution), dtype, flops, bytes, intensity (FLOPs a byte), seconds and bound.
+    """
+
+    flops: int
+    bytes: int
+    seconds: float
+    images_per_second: float
+    bound: str
+    ops: pd.DataFrame = field(repr=False)
+
+
+def roofline(build_model, input_shape, precision, gpu, optimizer="sgd_momentum"):
+    """The least time of a training step on one of `GPUS`, as a TimeEstimate.
+
+    An op takes at least its FLOPs over the GPU's rate for its dtype, and at least its bytes over the bandwidth
+    (S. Williams, A. Waterman, D. Patterson: Roofline, CACM 52(4), 2009, doi:10.1145/1498765.1498785). The ops are those
+    of eager mode; torch.compile fuses many of them and saves traffic. The other arguments are `predict_memory`'s.
+
+    Raises ValueError for an unknown GPU, precision or optimizer, and for a precision that the GPU has no units for.
+    """
+    if gpu not in GPUS.index:
+        raise ValueError(f"unknown GPU {gpu!r}; footprint.GPUS has {', '.join(GPUS.index)}")
+    peaks = GPUS.loc[gpu]
+    if math.isnan(peaks.get(precision.removeprefix("pure_"), 0)):
+        raise ValueError(f"the {gpu} has no arithmetic units for {precision}")
+    seen = _record(build_model(), input_shape, precision, optimizer, "cuda")
+    wide = peaks.tf32 if precision == "tf32" else peaks.fp32
+    rates = {"float32": wide, "float16": peaks.fp16, "bfloat16": peaks.bf16}
+    ops = pd.DataFrame(seen.rows)
+    ops = ops[ops.bytes > 0].reset_index(drop=True)
+    arithmetic = ops.flops / ops.dtype.map(rates).fillna(wide) / 1e12
+    traffic = ops.bytes / peaks.bandwidth / 1e9
+    ops["intensity"] = ops.flops / ops.bytes
+    ops["seconds"] = np.maximum(arithmetic, traffic)
+    ops["bound"] = np.where(arithmetic > traffic, "compute", "memory")
+    seconds = float(ops.seconds.sum())
+    return TimeEstimate(
+        flops=int(ops.flops.sum()),
+        bytes=int(ops.bytes.sum()),
+        seconds=seconds,
+        images_per_second=input_shape[0] / seconds,
+        bound=ops.groupby("bound").seconds.sum().idxmax(),
+        ops=ops,
+    )
