@@ -10,6 +10,7 @@ from IPython.display import display
 
 from helpers.bitview import BitView
 from helpers.formats import FORMATS
+from helpers.measure import kept_for_backward
 
 
 class _Wrong(Exception):
@@ -387,6 +388,83 @@ def clipped_step(answer):
     if not fault and not math.isclose(norms[0], right, rel_tol=1e-3):
         return f"you return {norms[0]:.4g}; the norm before clipping is {right:.4g}"
     return fault
+
+
+@_says
+def kept_bytes(answer):
+    """06: `answer(model, images)` is the bytes that forward keeps for backward, the model's own tensors left out."""
+
+    class Twice(torch.nn.Module):
+        """Keeps one tensor for two ops, and a view of it for a third."""
+
+        def forward(self, x):
+            return x.exp() * x.sin() + x[:, :3].cos().sum()
+
+    torch.manual_seed(0)
+    networks = {
+        "two linear layers, then exp and sin of the same tensor": torch.nn.Sequential(
+            torch.nn.Linear(8, 8), torch.nn.Linear(8, 8), Twice()
+        ),
+        "convolution, batch norm and ReLU": torch.nn.Sequential(
+            torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.ReLU(), torch.nn.Conv2d(4, 2, 3)
+        ),
+    }
+    for (name, network), shape in zip(networks.items(), [(16, 8), (2, 3, 9, 9)]):
+        images, seen = torch.randn(shape), []
+        right = sum(kept_for_backward(network, lambda network=network, images=images: network(images)).values())
+        own = {tensor.untyped_storage().data_ptr() for tensor in [*network.parameters(), *network.buffers()]}
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, seen=seen: seen.append(t) or t, lambda t: t):
+            network(images)
+        weights = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in seen if t.data_ptr() in own}
+        given = answer(network, images)
+        if given == right:
+            continue
+        why = {
+            sum(t.nbytes for t in seen): "You count every tensor that is seen, weights too, and shared memory twice.",
+            right + sum(weights.values()): "The model's own parameters and buffers are not activations.",
+            sum(t.nbytes for t in seen if t.data_ptr() not in own): "Some tensors share their memory: count it once.",
+        }.get(given, "")
+        return f"for {name} you count {given} bytes; it keeps {right}. {why}"
+    return None
+
+
+@_says
+def best_time(answer):
+    """06: `answer(flops, bytes, rate, bandwidth)` is the least time of an op, and what it waits for."""
+    for flops, moved, rate, bandwidth in [(8e12, 1e9, 4e12, 1e12), (1e9, 6e12, 1e12, 2e12), (0, 1e6, 1e12, 1e9)]:
+        right = max(flops / rate, moved / bandwidth), "compute" if flops / rate > moved / bandwidth else "memory"
+        given = answer(flops, moved, rate, bandwidth)
+        of = f"for {flops:g} FLOPs at {rate:g} FLOP/s and {moved:g} bytes at {bandwidth:g} bytes/s"
+        if not isinstance(given, tuple) or len(given) != 2:
+            return f'you return {given!r}; asked for are two values, the seconds and "compute" or "memory"'
+        if math.isclose(given[0], flops / rate + moved / bandwidth) and given[0] != right[0]:
+            return f"{of} you add up the two times: they pass at once, so the longer one counts"
+        if not math.isclose(given[0], right[0]):
+            return f"{of} you give {given[0]:g} s; it is {right[0]:g} s"
+        if given[1] != right[1]:
+            return f"{of} you say {given[1]!r}; the op waits for {right[1]}"
+    return None
+
+
+@_says
+def batch_that_fits(answer):
+    """06: `answer(peak, memory)` is the largest batch with peak(batch) <= memory, found with few calls of `peak`."""
+    for right, memory in [(7, 1000), (1, 1000), (0, 1000), (1000, 50_000), (64, 1000)]:
+        calls = []
+
+        def peak(batch, right=right, memory=memory, calls=calls):
+            calls.append(batch)
+            if batch > 100_000 or len(calls) > 5000:
+                raise ValueError(f"batch {batch} after {len(calls)} calls: the search does not end")
+            return memory if batch == right else memory + (batch - right) * (3 if batch > right else 2)
+
+        given = answer(peak, memory)
+        if given != right:
+            faults = {right + 1: "That one does not fit.", right - 1: "One more fits: peak(batch) may equal memory."}
+            return f"you give {given} where {right} is the largest that fits. {faults.get(given, '')}"
+        if len(calls) > 25:
+            return f"you call peak {len(calls)} times to find {right}; 25 are enough"
+    return None
 
 
 @_says

@@ -69,7 +69,7 @@ class _Allocation:
 
 
 class _Recorder(TorchDispatchMode):
-    """Makes a row of every op that runs, and follows the memory that ops allocate until it is freed."""
+    """Makes a row of every op but views, and follows the memory that ops allocate until it is freed."""
 
     def __init__(self):
         super().__init__()
@@ -98,10 +98,10 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if func.namespace == "profiler":
-            return result
         for tensor in _tensors(result):
             self.allocation(tensor)
+        if func.is_view or func.namespace in ("prim", "profiler"):
+            return result
         dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in _tensors((args, kwargs))]
         self.rows.append(
             {
@@ -301,7 +301,8 @@ class MemoryEstimate:
 
     `activations` is what forward keeps for backward, the batch included where it is kept, by dtype name. `peak` is the
     most that is alive at one moment, every tensor rounded up to torch's blocks of 512 bytes. `timeline` has a row an
-    op, in the order of running: phase, op, and the bytes alive while it runs, a column for each of `KINDS`.
+    op, views left out, in the order of running: phase, op, and the bytes alive while it runs, a column for each of
+    `KINDS`.
     """
 
     parameters: int
@@ -340,7 +341,7 @@ def predict_memory(build_model, input_shape, precision, optimizer="sgd_momentum"
         buffers=total["buffers"],
         gradients=total["gradients"],
         optimizer_state=total["optimizer state"],
-        activations=dict(activations),
+        activations=dict(+activations),
         peak=int(timeline[KINDS].sum(axis=1).max()),
         timeline=timeline,
     )

@@ -16,6 +16,12 @@ def _axes(title, width=7.0, height=3.0):
     return axes
 
 
+def _mark(axes, marks):
+    for text, place in marks.items():
+        axes.axvline(place, color="black", linewidth=1, linestyle="--")
+        axes.annotate(f" {text}", (place, 1), xycoords=("data", "axes fraction"), va="top")
+
+
 def bars(values, title, unit, low=None, high=None, reference=None):
     """Horizontal bars of a Series, each labelled with its number; `low` and `high` (Series) add intervals.
 
@@ -81,9 +87,7 @@ def histogram(values, title, x, edges, marks=None):
     """
     axes = _axes(title)
     axes.hist(values, edges, color=sns.color_palette("colorblind")[0])
-    for text, place in (marks or {}).items():
-        axes.axvline(place, color="black", linewidth=1, linestyle="--")
-        axes.annotate(f" {text}", (place, 1), xycoords=("data", "axes fraction"), va="top")
+    _mark(axes, marks or {})
     axes.set(xlabel=x, ylabel="how many")
     plt.show()
 
@@ -130,14 +134,16 @@ def images(pictures, captions):
     plt.show()
 
 
-def areas(table, title, x, y):
-    """The columns of `table` stacked over its index, the first at the bottom, each with a hatch of its own."""
+def areas(table, title, x, y, marks):
+    """The columns of `table` stacked over its index, the first at the bottom; hatched so that grey print tells them
+    apart. `marks` is a dict of places on x by the label that begins there."""
     axes = _axes(title, height=3.6)
     colors = sns.color_palette("colorblind", table.shape[1])
     drawn = axes.stackplot(table.index, table.T.to_numpy(), colors=colors, labels=table.columns, edgecolor="white")
     for area, hatch in zip(drawn, cycle(["", "//", "..", "xx", "--"])):
         area.set(hatch=hatch, linewidth=0)
-    axes.set(xlabel=x, ylabel=y, xlim=(table.index[0], table.index[-1]), ylim=(0, None))
+    axes.set(xlabel=x, ylabel=y, xlim=(table.index[0], table.index[-1]), ylim=(0, 1.15 * table.sum(axis=1).max()))
+    _mark(axes, marks)
     axes.figure.legend(frameon=False, ncols=3, loc="outside lower center")
     plt.show()
 

@@ -161,9 +161,46 @@ def wrong_step(fault):
     return step
 
 
+def counted(once=True, without_weights=True):
+    def kept_bytes(model, images):
+        seen = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: seen.append(tensor) or tensor, lambda t: t):
+            model(images)
+        own = {tensor.data_ptr() for tensor in [*model.parameters(), *model.buffers()]} if without_weights else set()
+        seen = [tensor for tensor in seen if tensor.data_ptr() not in own]
+        if once:
+            return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in seen}.values())
+        return sum(tensor.nbytes for tensor in seen)
+
+    return kept_bytes
+
+
+def added_one_at_a_time(peak, memory, first=1):
+    batch = first
+    while peak(batch) <= memory:
+        batch += 1
+    return batch - 1
+
+
 @pytest.mark.parametrize(
     "name, answer, reply",
     [
+        ("kept_bytes", counted(once=False), "Some tensors share their memory: count it once."),
+        ("kept_bytes", counted(without_weights=False), "own parameters and buffers are not activations"),
+        ("kept_bytes", counted(once=False, without_weights=False), "You count every tensor that is seen"),
+        ("kept_bytes", lambda model, images: model(images).nbytes, "for two linear layers, then exp and sin"),
+        ("best_time", lambda f, b, r, w: (f / r + b / w, "memory"), "you add up the two times"),
+        ("best_time", lambda f, b, r, w: (min(f / r, b / w), "memory"), "you give 0.001 s; it is 2 s"),
+        ("best_time", lambda f, b, r, w: (max(f / r, b / w), "memory"), "you say 'memory'; the op waits for compute"),
+        ("best_time", lambda f, b, r, w: max(f / r, b / w), "asked for are two values"),
+        ("batch_that_fits", added_one_at_a_time, "you call peak 1001 times to find 1000"),
+        ("batch_that_fits", lambda peak, memory: added_one_at_a_time(peak, memory) + 1, "That one does not fit."),
+        ("batch_that_fits", lambda peak, memory: added_one_at_a_time(peak, memory + 1) - 1, "One more fits"),
+        (
+            "batch_that_fits",
+            lambda peak, memory: next(b for b in range(9**9) if peak(b) > 9**9),
+            "raised ValueError: batch",
+        ),
         ("decode_fp16", lambda code: decoded(code, bias=16), "your exponent bias is 16; for fp16 it is 15"),
         ("decode_fp16", lambda code: decoded(code, implicit=0), "for 0x3c00 you say 0.0; it is 1.0"),
         (

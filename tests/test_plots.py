@@ -98,3 +98,26 @@ def test_curves_can_have_logarithmic_axes_and_steps(figure):
     table = pd.DataFrame({"number": [1, 2, 4], "spacing": [1e-3, 2e-3, 4e-3], "format": "fp16"})
     drawn = figure(plots.curves, table, "number", "spacing", "format", "Spacing", log2=["number"], log10=["spacing"])
     assert drawn.axes[0].get_xscale() == drawn.axes[0].get_yscale() == "log"
+
+
+def test_areas_are_stacked_hatched_and_marked(figure):
+    table = pd.DataFrame({"kept": [1.0, 3.0, 0.0], "weights": [1.0, 1.0, 1.0]})
+    drawn = figure(plots.areas, table, "Memory", "op", "GB", marks={"forward": 0, "backward": 1})
+    assert {"Memory", "op", "GB", "kept", "weights", " forward", " backward"} <= set(texts(drawn))
+    areas = [part for part in drawn.axes[0].collections if part.get_label() in table]
+    assert [area.get_paths()[0].vertices[:, 1].max() for area in areas] == [3, 4]
+    assert len({area.get_hatch() for area in areas}) == 2
+
+
+def test_the_roofline_puts_ops_under_their_roof_and_leaves_out_those_without_flops(figure):
+    ops = pd.DataFrame(
+        [("convolution", 4e12, 1e10, 2.0), ("convolution", 1e12, 1e12, 1.0), ("norm", 0, 1e12, 1.0)],
+        columns=["kind", "flops", "bytes", "seconds"],
+    )
+    drawn = figure(plots.roofline, ops, {"FP32": 1e12, "16 bits": 2e12}, 1e12, "Roofs")
+    assert {"Roofs", "FLOPs a byte", "FP32", "16 bits", "convolution"} <= set(texts(drawn))
+    assert "norm" not in texts(drawn)
+    axes = drawn.axes[0]
+    assert axes.get_xscale() == axes.get_yscale() == "log"
+    assert sorted(map(tuple, axes.collections[0].get_offsets().tolist())) == [(1, 1), (400, 2)]
+    assert [line.get_ydata().max() for line in axes.lines[:2]] == [1, 2], "level roofs, in TFLOP/s"
