@@ -5,6 +5,7 @@ import re
 import sys
 
 import nbformat
+import numpy as np
 import pytest
 import torch
 
@@ -182,6 +183,61 @@ def added_one_at_a_time(peak, memory, first=1):
     return batch - 1
 
 
+def summed(step, batches):
+    total = 0
+    for batch in batches:
+        total = total + step(*batch)
+    return total.item() / len(batches)
+
+
+def read_each(step, batches):
+    return sum(step(*batch).item() for batch in batches) / len(batches)
+
+
+def kept_list(step, batches):
+    return torch.stack([step(*batch) for batch in batches]).mean().item()
+
+
+def read_later(step, batches):
+    losses = [step(*batch).detach() for batch in batches]
+    return sum(loss.item() for loss in losses) / len(losses)
+
+
+def detached(step, batches, finish):
+    total = 0
+    for batch in batches:
+        total = total + step(*batch).detach()
+    return finish(total)
+
+
+def sorted_only(images, labels, indices):
+    ascending = sorted(indices)
+    return torch.from_numpy(images[ascending]), labels[ascending]
+
+
+def order_not_undone(images, labels, indices):
+    order = np.argsort(indices)
+    return torch.from_numpy(images[np.sort(indices)][order]), labels[indices]
+
+
+def one_by_one(images, labels, indices):
+    return torch.stack([torch.from_numpy(images[i]) for i in indices]), labels[indices]
+
+
+def right_read(images, labels, indices):
+    order = np.argsort(indices)
+    return images[np.sort(indices)][np.argsort(order)], labels[indices]
+
+
+def to_float01(images):
+    return images.permute(0, 3, 1, 2).float() / 255
+
+
+def changed(images):
+    images.add_(1)
+    return images.permute(0, 3, 1, 2) / 255
+
+
 @pytest.mark.parametrize(
     "name, answer, reply",
     [
@@ -347,6 +403,65 @@ def added_one_at_a_time(peak, memory, first=1):
         ),
         ("limits", lambda e, m: limits_of("fp16", "bf16", given=(e, m)), "raised KeyError"),
         ("rms", lambda x: x.float().square().mean().sqrt().half() if len(x) < 9 else x.sum(), "the rms of [1.0, 1.0"),
+        ("to_float01", lambda images: images.permute(0, 3, 1, 2).float(), "the values go up to 255"),
+        ("to_float01", lambda images: images.float() / 255, "you return the shape (2, 4, 6, 3)"),
+        ("to_float01", lambda images: images.reshape(2, 3, 4, 6).float() / 255, "the colours are mixed up"),
+        ("to_float01", lambda images: images.permute(0, 3, 1, 2).float() / 256, "white is 255/256"),
+        ("to_float01", lambda images: images.permute(0, 3, 1, 2).double() / 255, "your batch is torch.float64"),
+        ("to_float01", lambda images: (images.permute(0, 3, 1, 2) // 255).float(), "nearly all pixels are 0"),
+        ("to_float01", lambda images: images.permute(0, 3, 1, 2).flip(1) / 255, "red and blue"),
+        ("to_float01", lambda images: images.numpy().transpose(0, 3, 1, 2) / 255, "ndarray, not a tensor"),
+        ("to_float01", changed, "the bytes that were handed in have changed"),
+        ("to_float01", lambda images: torch.rand(2) if images.is_meta else to_float01(images), "another device"),
+        ("to_float01", lambda images: images.permute(0, 3, 1, 2).float() / 255 + 0.1, "the first pixel is"),
+        ("mean_loss", summed, "Keep loss.detach()"),
+        ("mean_loss", kept_list, "Keep loss.detach()"),
+        ("mean_loss", read_each, "the loss was read 5 times before the last step"),
+        ("mean_loss", read_later, "after the loop you read 6 tensors"),
+        ("mean_loss", lambda step, batches: detached(step, batches, lambda total: total.item()), "the sum. Divide"),
+        ("mean_loss", lambda step, batches: detached(step, batches, lambda total: total / 6), "you return a tensor"),
+        ("mean_loss", lambda step, batches: [step(*batch).detach() for batch in batches][-1].item(), "last batch"),
+        ("mean_loss", lambda step, batches: step(*batches[0]).item(), "step was called 1 times for 6 batches"),
+        (
+            "mean_loss",
+            lambda step, batches: detached(step, batches, lambda total: total.item() / 7),
+            "the mean of the losses",
+        ),
+        (
+            "read_batch",
+            lambda images, labels, indices: (torch.from_numpy(images[indices]), labels[indices]),
+            "increasing order",
+        ),
+        ("read_batch", sorted_only, "undo the sorting"),
+        ("read_batch", order_not_undone, "asked for [14, 2, 9, 5], you return the images"),
+        ("read_batch", one_by_one, "you read 3 times for 3 images"),
+        ("read_batch", right_read, "the images are ndarray"),
+        (
+            "read_batch",
+            lambda images, labels, indices: (
+                torch.from_numpy(right_read(images, labels, indices)[0]).float(),
+                labels[indices],
+            ),
+            "Leave them uint8",
+        ),
+        (
+            "read_batch",
+            lambda images, labels, indices: (
+                torch.from_numpy(right_read(images, labels, indices)[0]),
+                labels[sorted(indices)],
+            ),
+            "but their labels are those of",
+        ),
+        (
+            "read_batch",
+            lambda images, labels, indices: (torch.from_numpy(images[:][indices]), labels[indices]),
+            "you read 20 images for a batch of 3",
+        ),
+        (
+            "read_batch",
+            lambda images, labels, indices: torch.from_numpy(right_read(images, labels, indices)[0]),
+            "asked for are two values",
+        ),
     ],
 )
 def test_wrong_answer_gets_a_reply_that_fits(name, answer, reply, capsys):
