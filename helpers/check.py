@@ -391,41 +391,48 @@ def clipped_step(answer):
     return fault
 
 
+class _Views(torch.nn.Module):
+    """Keeps one tensor for two ops, a view of it for a third, and of another tensor nothing but a view."""
+
+    def forward(self, x):
+        return x.sin() * x.cos() + x[:, 2:].cos().sum() + (x + 1)[:, :3].cos().sum()
+
+
 @_says
 def kept_bytes(answer):
     """06: `answer(model, images)` is the bytes that forward keeps for backward, the model's own tensors left out."""
-
-    class Twice(torch.nn.Module):
-        """Keeps one tensor for two ops, and a view of it for a third."""
-
-        def forward(self, x):
-            return x.exp() * x.sin() + x[:, :3].cos().sum()
-
     torch.manual_seed(0)
-    networks = {
-        "two linear layers, then exp and sin of the same tensor": torch.nn.Sequential(
-            torch.nn.Linear(8, 8), torch.nn.Linear(8, 8), Twice()
-        ),
-        "convolution, batch norm and ReLU": torch.nn.Sequential(
-            torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.ReLU(), torch.nn.Conv2d(4, 2, 3)
-        ),
-    }
-    for (name, network), shape in zip(networks.items(), [(16, 8), (2, 3, 9, 9)]):
+    linear = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8), _Views()
+    convolutions = torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.ReLU(), torch.nn.Conv2d(4, 2, 3)
+    for name, network, shape in [
+        ("two linear layers and ops that share tensors", torch.nn.Sequential(*linear), (16, 8)),
+        ("convolution, batch norm, ReLU, convolution", torch.nn.Sequential(*convolutions), (2, 3, 9, 9)),
+    ]:
         images, seen = torch.randn(shape), []
-        right = sum(kept_for_backward(network, lambda network=network, images=images: network(images)).values())
-        own = {tensor.untyped_storage().data_ptr() for tensor in [*network.parameters(), *network.buffers()]}
+        right = sum(kept_for_backward(network, functools.partial(network, images)).values())
         with torch.autograd.graph.saved_tensors_hooks(lambda t, seen=seen: seen.append(t) or t, lambda t: t):
             network(images)
-        weights = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in seen if t.data_ptr() in own}
-        given = answer(network, images)
-        if given == right:
-            continue
+        own, weights = ({t.data_ptr() for t in part} for part in (network.state_dict().values(), network.parameters()))
+        memory, size = lambda t: t.untyped_storage().data_ptr(), lambda t: t.untyped_storage().nbytes()
+
+        def total(key, size, left_out=frozenset(), seen=seen, memory=memory):
+            return sum({key(t): size(t) for t in reversed(seen) if memory(t) not in left_out}.values())
+
+        view = "A view may begin elsewhere in the same memory: tell memories apart by untyped_storage().data_ptr()."
+        whole = "A view keeps the whole memory that it is part of: its size is untyped_storage().nbytes()."
         why = {
-            sum(t.nbytes for t in seen): "You count every tensor that is seen, weights too, and shared memory twice.",
-            right + sum(weights.values()): "The model's own parameters and buffers are not activations.",
-            sum(t.nbytes for t in seen if t.data_ptr() not in own): "Some tensors share their memory: count it once.",
-        }.get(given, "")
-        return f"for {name} you count {given} bytes; it keeps {right}. {why}"
+            total(id, lambda t: t.nbytes): "You count every tensor that is seen, weights too, and shared memory twice.",
+            total(memory, size): "The model's own parameters and buffers are not activations.",
+            total(memory, size, weights): "Batch norm's running statistics are buffers: leave them out.",
+            total(id, lambda t: t.nbytes, own): "Some tensors share their memory: count it once.",
+            total(id, size, own): "Some tensors share their memory: count it once.",
+            total(torch.Tensor.data_ptr, size, own): view,
+            total(torch.Tensor.data_ptr, lambda t: t.nbytes, own): view,
+            total(memory, lambda t: t.nbytes, own): whole,
+        }
+        given = answer(network, images)
+        if given != right:
+            return f"for {name} you count {given} bytes; it keeps {right}. {why.get(given, '')}"
     return None
 
 
@@ -436,12 +443,13 @@ def best_time(answer):
         right = max(flops / rate, moved / bandwidth), "compute" if flops / rate > moved / bandwidth else "memory"
         given = answer(flops, moved, rate, bandwidth)
         of = f"for {flops:g} FLOPs at {rate:g} FLOP/s and {moved:g} bytes at {bandwidth:g} bytes/s"
-        if not isinstance(given, tuple) or len(given) != 2:
-            return f'you return {given!r}; asked for are two values, the seconds and "compute" or "memory"'
-        if math.isclose(given[0], flops / rate + moved / bandwidth) and given[0] != right[0]:
-            return f"{of} you add up the two times: they pass at once, so the longer one counts"
-        if not math.isclose(given[0], right[0]):
-            return f"{of} you give {given[0]:g} s; it is {right[0]:g} s"
+        if not isinstance(given, tuple | list) or len(given) != 2 or isinstance(given[0], str):
+            return f'you return {given!r}; asked for are two values, first the seconds, then "compute" or "memory"'
+        both = flops / rate + moved / bandwidth
+        if not math.isclose(given[0], right[0], rel_tol=1e-6):
+            added = math.isclose(given[0], both, rel_tol=1e-6)
+            why = " You add up two times that pass at once: the longer one counts." if added else ""
+            return f"{of} you give {given[0]:g} s; it is {right[0]:g} s.{why}"
         if given[1] != right[1]:
             return f"{of} you say {given[1]!r}; the op waits for {right[1]}"
     return None
@@ -450,18 +458,23 @@ def best_time(answer):
 @_says
 def batch_that_fits(answer):
     """06: `answer(peak, memory)` is the largest batch with peak(batch) <= memory, found with few calls of `peak`."""
-    for right, memory in [(7, 1000), (1, 1000), (0, 1000), (1000, 50_000), (64, 1000)]:
+    for right, memory in [(7, 1000), (1, 1000), (0, 1000), (21, 1000), (1000, 2_000_000), (64, 9000)]:
         calls = []
 
         def peak(batch, right=right, memory=memory, calls=calls):
             calls.append(batch)
             if batch > 100_000 or len(calls) > 5000:
-                raise ValueError(f"batch {batch} after {len(calls)} calls: the search does not end")
-            return memory if batch == right else memory + (batch - right) * (3 if batch > right else 2)
+                raise ValueError(f"the search does not end: call {len(calls)} asks for batch {batch}")
+            return memory + batch * batch - right * right
 
         given = answer(peak, memory)
         if given != right:
-            faults = {right + 1: "That one does not fit.", right - 1: "One more fits: peak(batch) may equal memory."}
+            power = 2 ** max(0, right.bit_length() - 1)
+            faults = {
+                right + 1: "That one does not fit.",
+                power: "You stop at a power of two: more may fit, up to the next one.",
+                right - 1: "One more fits: peak(batch) may equal memory.",
+            }
             return f"you give {given} where {right} is the largest that fits. {faults.get(given, '')}"
         if len(calls) > 25:
             return f"you call peak {len(calls)} times to find {right}; 25 are enough"

@@ -27,7 +27,8 @@ from torch.utils.flop_counter import conv_flop_count, flop_registry
 
 from helpers.autocast import autocast_on, on_device
 
-# Rates in TFLOP/s without sparsity, those of 16-bit formats with sums in float32; bandwidth in GB/s, memory in GB.
+# Rates in TFLOP/s without sparsity, those of 16-bit formats with sums in float32; bandwidth in GB/s; memory in GB, as
+# the cards are sold (the driver may report a few percent more).
 GPUS = pd.DataFrame(
     [
         ("V100", 16, 900, 15.7, math.nan, 125, math.nan, "NVIDIA V100 datasheet, SXM2"),
@@ -165,9 +166,10 @@ class _FusedAttention(TorchFunctionMode):
     """Attention by the kernel that CUDA would take. Without a GPU, torch finds none that supports a fused kernel."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is scaled_dot_product_attention:
-            return _attention(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func is scaled_dot_product_attention and (args[0] if args else kwargs["query"]).dim() == 4:
+            return _attention(*args, **kwargs)
+        return func(*args, **kwargs)
 
 
 def _attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
@@ -209,11 +211,18 @@ def _backward(losses, on_gradient):
         *_, node = heapq.heappop(ready)
         gradients, edges = given.pop(node), node.next_functions
         if hasattr(node, "variable"):
-            weight = node.variable
-            weight.grad = gradients[0] if weight.grad is None else weight.grad + gradients[0]
+            weight, gradient = node.variable, gradients[0]
+            if gradient.untyped_storage().nbytes() < gradient.nbytes:  # expanded from fewer numbers
+                gradient = gradient.clone()
+            weight.grad = gradient if weight.grad is None else weight.grad + gradient
             on_gradient(weight.grad)
             continue
         if isinstance(node, torch.autograd.function.BackwardCFunction):  # written in Python, with a place an argument
+            if node.name() == "CheckpointFunctionBackward":
+                raise ValueError("reentrant checkpointing is not predicted; checkpoint with use_reentrant=False")
+            for place, expected in enumerate(node._input_metadata):
+                if gradients[place] is None:
+                    gradients[place] = torch.zeros(expected.shape, dtype=expected.dtype, device=expected.device)
             results = node.apply(*gradients)
             results = results if isinstance(results, tuple) else (results,)
             results = [result for result, needed in zip(results, node.needs_input_grad) if needed]
@@ -248,10 +257,11 @@ def _record(model, input_shape, precision, optimizer, device_type):
     if not callable(optimizer) and optimizer not in OPTIMIZERS:
         raise ValueError(f"unknown optimizer {optimizer!r}; it is a function or one of {', '.join(OPTIMIZERS)}")
     make_optimizer = optimizer if callable(optimizer) else OPTIMIZERS[optimizer]
-    dtype = torch.bfloat16 if precision == "pure_bf16" else torch.float32
+    dtype = torch.bfloat16 if precision == "pure_bf16" else None
     seen = _Recorder()
     with FakeTensorMode():
-        tensors = [*model.parameters(), *model.buffers()]
+        attributes = [value for module in model.modules() for value in vars(module).values()]
+        tensors = [*model.parameters(), *model.buffers(), *_tensors(attributes)]
         model = copy.deepcopy(model, {id(tensor): on_device(tensor, device_type, True, dtype) for tensor in tensors})
         optimizer = make_optimizer(model.parameters())
         for weight in model.parameters():
@@ -322,12 +332,15 @@ def predict_memory(build_model, input_shape, precision, optimizer="sgd_momentum"
     input_shape: (batch, channels, height, width) of float images. The loss is binary cross-entropy with logits.
     precision: "fp32" or "tf32" (the same memory), "fp16" or "bf16" (autocast), "pure_bf16" (weights and images too).
     optimizer: a key of `OPTIMIZERS`, or a function that takes the weights and returns an optimizer.
-    device_type: "cuda", or "cpu". A CPU keeps other things where its autocast has other rules (softmax, layer_norm).
+    device_type: "cuda", or "cpu". A CPU keeps other things: its autocast has other rules for softmax and layer_norm,
+        its dropout keeps a float mask, its attention with a mask keeps the softmax.
 
     On "cuda", attention is what Ampere and newer take: flash attention in 16 bits, memory-efficient attention in
-    float32 and with a mask. The reserve that batch norm keeps in channels_last is left out.
+    float32 and with a mask. The reserve that batch norm keeps in channels_last is left out. The optimizer goes through
+    the weights one by one; CUDA's default, foreach, needs more in its step for some (RMSprop, Adam without fused).
 
-    Raises ValueError for an unknown precision or optimizer, and for a model that returns no tensor to train on.
+    Raises ValueError for an unknown precision or optimizer, for a model that returns no tensor to train on, and for
+    reentrant checkpointing.
     """
     seen = _record(build_model(), input_shape, precision, optimizer, device_type)
     total, activations = Counter(), Counter()
@@ -359,16 +372,26 @@ def largest_batch(gpu_memory, build_model, image_shape, precision, optimizer="sg
     def peak(batch):
         return predict_memory(lambda: model, (batch, *image_shape), precision, optimizer).peak
 
-    batch, each = 16, (peak(32) - peak(16)) / 16
-    for _ in range(4):  # the peak is nearly, but not quite, a straight line
-        batch = max(0, batch + math.floor((gpu_memory - peak(batch)) / each))
-        if batch == 0 or 0 <= gpu_memory - peak(batch) < each:
+    before, batch = 16, 32
+    for _ in range(4):  # follow the straight line through the last two points; the peak is nearly straight
+        each = (peak(batch) - peak(before)) / (batch - before)
+        guess = batch + math.floor((gpu_memory - peak(batch)) / each) if each > 0 else 2 * batch
+        before, batch = batch, max(1, guess)
+        if before == batch:
             break
-    while batch > 0 and peak(batch) > gpu_memory:
-        batch -= 1
-    while peak(batch + 1) <= gpu_memory:
-        batch += 1
-    return batch
+    fits, too_large, reach = 0, None, 1
+    while too_large is None or too_large - fits > 1:
+        if peak(batch) <= gpu_memory:
+            fits = batch
+        else:
+            too_large = batch
+        if too_large is None:
+            batch, reach = fits + reach, 2 * reach
+        elif fits == 0:
+            batch, reach = max(1, too_large - reach), 2 * reach
+        else:
+            batch = (fits + too_large) // 2
+    return fits
 
 
 @dataclass(frozen=True)
@@ -394,7 +417,9 @@ def roofline(build_model, input_shape, precision, gpu, optimizer="sgd_momentum")
 
     An op takes at least its FLOPs over the GPU's rate for its dtype, and at least its bytes over the bandwidth
     (S. Williams, A. Waterman, D. Patterson: Roofline, CACM 52(4), 2009, doi:10.1145/1498765.1498785). The ops are those
-    of eager mode; torch.compile fuses many of them and saves traffic. The other arguments are `predict_memory`'s.
+    of eager mode; torch.compile fuses many of them and saves traffic. "fp32" is IEEE float32 and "tf32" TF32 in every
+    op; PyTorch's default on Ampere and newer is in between, TF32 in convolutions only. The other arguments are
+    `predict_memory`'s.
 
     Raises ValueError for an unknown GPU, precision or optimizer, and for a precision that the GPU has no units for.
     """

@@ -162,18 +162,29 @@ def wrong_step(fault):
     return step
 
 
-def counted(once=True, without_weights=True):
+def counted(key="memory", size="memory", own="parameters buffers"):
     def kept_bytes(model, images):
         seen = []
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: seen.append(tensor) or tensor, lambda t: t):
             model(images)
-        own = {tensor.data_ptr() for tensor in [*model.parameters(), *model.buffers()]} if without_weights else set()
-        seen = [tensor for tensor in seen if tensor.data_ptr() not in own]
-        if once:
-            return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in seen}.values())
-        return sum(tensor.nbytes for tensor in seen)
+        owned = {tensor.data_ptr() for kind in own.split() for tensor in getattr(model, kind)()}
+        keys = {"memory": lambda t: t.untyped_storage().data_ptr(), "view": torch.Tensor.data_ptr, "none": id}
+        sizes = {"memory": lambda t: t.untyped_storage().nbytes(), "view": lambda t: t.nbytes}
+        kept = {}
+        for tensor in seen:
+            if tensor.data_ptr() not in owned:
+                kept.setdefault(keys[key](tensor), sizes[size](tensor))
+        return sum(kept.values())
 
     return kept_bytes
+
+
+def straight_line(peak, memory):
+    return max(0, int(16 + 16 * (memory - peak(16)) / (peak(32) - peak(16))))
+
+
+def doubled(peak, memory):
+    return max([2**power for power in range(12) if peak(2**power) <= memory], default=0)
 
 
 def added_one_at_a_time(peak, memory, first=1):
@@ -241,21 +252,27 @@ def changed(images):
 @pytest.mark.parametrize(
     "name, answer, reply",
     [
-        ("kept_bytes", counted(once=False), "Some tensors share their memory: count it once."),
-        ("kept_bytes", counted(without_weights=False), "own parameters and buffers are not activations"),
-        ("kept_bytes", counted(once=False, without_weights=False), "You count every tensor that is seen"),
-        ("kept_bytes", lambda model, images: model(images).nbytes, "for two linear layers, then exp and sin"),
-        ("best_time", lambda f, b, r, w: (f / r + b / w, "memory"), "you add up the two times"),
+        ("kept_bytes", counted(key="none", size="view"), "Some tensors share their memory: count it once."),
+        ("kept_bytes", counted(own=""), "own parameters and buffers are not activations"),
+        ("kept_bytes", counted(own="parameters"), "statistics are buffers: leave them out"),
+        ("kept_bytes", counted(key="none", size="view", own=""), "You count every tensor that is seen"),
+        ("kept_bytes", counted(key="view"), "A view may begin elsewhere in the same memory"),
+        ("kept_bytes", counted(size="view"), "A view keeps the whole memory that it is part of"),
+        ("kept_bytes", lambda model, images: model(images).nbytes, "for two linear layers"),
+        ("best_time", lambda f, b, r, w: (f / r + b / w, "memory"), "You add up two times that pass at once"),
         ("best_time", lambda f, b, r, w: (min(f / r, b / w), "memory"), "you give 0.001 s; it is 2 s"),
         ("best_time", lambda f, b, r, w: (max(f / r, b / w), "memory"), "you say 'memory'; the op waits for compute"),
         ("best_time", lambda f, b, r, w: max(f / r, b / w), "asked for are two values"),
+        ("best_time", lambda f, b, r, w: ("memory", f / r), "first the seconds"),
         ("batch_that_fits", added_one_at_a_time, "you call peak 1001 times to find 1000"),
         ("batch_that_fits", lambda peak, memory: added_one_at_a_time(peak, memory) + 1, "That one does not fit."),
-        ("batch_that_fits", lambda peak, memory: added_one_at_a_time(peak, memory + 1) - 1, "One more fits"),
+        ("batch_that_fits", lambda peak, memory: added_one_at_a_time(peak, memory - 1), "One more fits"),
+        ("batch_that_fits", straight_line, "you give"),
+        ("batch_that_fits", doubled, "You stop at a power of two"),
         (
             "batch_that_fits",
             lambda peak, memory: next(b for b in range(9**9) if peak(b) > 9**9),
-            "raised ValueError: batch",
+            "raised ValueError: the search does not end",
         ),
         ("decode_fp16", lambda code: decoded(code, bias=16), "your exponent bias is 16; for fp16 it is 15"),
         ("decode_fp16", lambda code: decoded(code, implicit=0), "for 0x3c00 you say 0.0; it is 1.0"),

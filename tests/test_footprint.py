@@ -111,16 +111,16 @@ def test_checkpointing_is_predicted(models, name, precision):
 
 
 class Double(torch.autograd.Function):
-    """An op written in Python, with an argument that is not a tensor and one that needs no gradient."""
+    """An op written in Python: an argument that is not a tensor, one that needs no gradient, an output not used."""
 
     @staticmethod
     def forward(ctx, factor, constant, x):
         ctx.factor = factor
-        return factor * x + constant
+        return factor * x + constant, x + 1
 
     @staticmethod
-    def backward(ctx, gradient):
-        return None, None, ctx.factor * gradient
+    def backward(ctx, gradient, unused):
+        return None, None, ctx.factor * gradient + unused
 
 
 class Knotty(nn.Module):
@@ -134,10 +134,10 @@ class Knotty(nn.Module):
     def forward(self, x):
         y = self.linear(x) + self.bias
         y = y * y.sigmoid() + x.mean(1, keepdim=True)
-        y = Double.apply(2.0, self.constant, y)
+        y, _ = Double.apply(2.0, self.constant, y)
         y = y + checkpoint(self.linear, y, use_reentrant=False)
         first, second = y.chunk(2, 1)
-        return first * self.bias[:3] - second.exp().sum(1, keepdim=True)
+        return first * self.bias[:3] - second.exp().sum(1, keepdim=True) + self.linear.weight.sum()
 
 
 def test_the_walk_through_the_graph_gives_the_engines_gradients():
@@ -197,6 +197,34 @@ def test_a_prediction_leaves_the_model_as_it_is(models):
     assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
     assert all(weight.grad is None and weight.device.type == "cpu" for weight in model.parameters())
     assert not torch.is_autocast_enabled("cuda")
+
+
+class Attributes(nn.Module):
+    """A tensor that is no buffer, a weight whose gradient is expanded from one number, attention in 3 dimensions."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.randn(1000)), torch.ones(12)
+
+    def forward(self, x):
+        x = x.flatten(2) * self.scale[:1]
+        return scaled_dot_product_attention(x, x, x).sum() + self.weight.sum()[None]
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_unusual_models_are_predicted(device_type):
+    estimate = predict_memory(Attributes, (2, 3, 2, 2), "fp16", device_type=device_type)
+    assert estimate.gradients == estimate.parameters == 4000
+
+
+class Reentrant(nn.Linear):
+    def forward(self, x):
+        return checkpoint(super().forward, x.flatten(1).requires_grad_(), use_reentrant=True)
+
+
+def test_reentrant_checkpointing_is_refused():
+    with pytest.raises(ValueError, match="use_reentrant=False"):
+        predict_memory(lambda: Reentrant(12, 1), (2, 3, 2, 2), "fp32")
 
 
 def test_frozen_weights_have_no_gradient_and_no_momentum():
@@ -267,6 +295,17 @@ def test_largest_batch_fits_and_one_more_does_not(models, precision):
     batch = largest_batch(memory, lambda: model, (3, 64, 64), precision)
     peaks = [predict_memory(lambda: model, (size, 3, 64, 64), precision).peak for size in (batch, batch + 1)]
     assert peaks[0] <= memory < peaks[1]
+
+
+def test_largest_batch_is_found_where_the_peak_has_a_bend():
+    """The weights' moments are the peak of a small batch, the activations that of a large one."""
+
+    def build():
+        return nn.Sequential(nn.Flatten(), nn.Linear(48, 4000), nn.Linear(4000, 100), nn.Linear(100, 1))
+
+    batch = largest_batch(20_000_000, build, (3, 4, 4), "fp32", "adam")
+    peaks = [predict_memory(build, (size, 3, 4, 4), "fp32", "adam").peak for size in (1, batch, batch + 1)]
+    assert peaks[0] < peaks[1] <= 20_000_000 < peaks[2]
 
 
 def test_no_batch_fits_into_less_than_the_weights(models):
