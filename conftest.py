@@ -18,6 +18,9 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config):
+    # nbval would trace the notebooks' kernels too, and they would take nearly twice as long. The helpers' own tests are
+    # what --cov counts.
+    config.option.cov_source = None
     config.records = tempfile.TemporaryDirectory(prefix="half-the-bits-")
     if config.getoption("--gpu"):
         config.option.nbval, config.option.nbval_lax = False, True

@@ -414,6 +414,7 @@ def kept_bytes(answer):
             network(images)
         own, weights = ({t.data_ptr() for t in part} for part in (network.state_dict().values(), network.parameters()))
         memory, size = lambda t: t.untyped_storage().data_ptr(), lambda t: t.untyped_storage().nbytes()
+        each = lambda _: object()  # as often as it is seen
 
         def total(key, size, left_out=frozenset(), seen=seen, memory=memory):
             return sum({key(t): size(t) for t in reversed(seen) if memory(t) not in left_out}.values())
@@ -421,11 +422,13 @@ def kept_bytes(answer):
         view = "A view may begin elsewhere in the same memory: tell memories apart by untyped_storage().data_ptr()."
         whole = "A view keeps the whole memory that it is part of: its size is untyped_storage().nbytes()."
         why = {
-            total(id, lambda t: t.nbytes): "You count every tensor that is seen, weights too, and shared memory twice.",
+            total(
+                each, lambda t: t.nbytes
+            ): "You count every tensor that is seen, weights too, and shared memory twice.",
             total(memory, size): "The model's own parameters and buffers are not activations.",
             total(memory, size, weights): "Batch norm's running statistics are buffers: leave them out.",
-            total(id, lambda t: t.nbytes, own): "Some tensors share their memory: count it once.",
-            total(id, size, own): "Some tensors share their memory: count it once.",
+            total(each, lambda t: t.nbytes, own): "Some tensors share their memory: count it once.",
+            total(each, size, own): "Some tensors share their memory: count it once.",
             total(torch.Tensor.data_ptr, size, own): view,
             total(torch.Tensor.data_ptr, lambda t: t.nbytes, own): view,
             total(memory, lambda t: t.nbytes, own): whole,

@@ -168,7 +168,11 @@ def counted(key="memory", size="memory", own="parameters buffers"):
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: seen.append(tensor) or tensor, lambda t: t):
             model(images)
         owned = {tensor.data_ptr() for kind in own.split() for tensor in getattr(model, kind)()}
-        keys = {"memory": lambda t: t.untyped_storage().data_ptr(), "view": torch.Tensor.data_ptr, "none": id}
+        keys = {
+            "memory": lambda t: t.untyped_storage().data_ptr(),
+            "view": torch.Tensor.data_ptr,
+            "none": lambda t: object(),
+        }
         sizes = {"memory": lambda t: t.untyped_storage().nbytes(), "view": lambda t: t.nbytes}
         kept = {}
         for tensor in seen:
