@@ -8,6 +8,7 @@ from functools import cache
 import pytest
 import timm
 import torch
+from coverage import Coverage
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import binary_cross_entropy_with_logits, scaled_dot_product_attention
@@ -31,8 +32,18 @@ FAMILIES = [
 ]
 SHAPE = (2, 3, 224, 224)
 
-# Tracing makes torch's Python twice as slow; the small tests below run every line of the module.
-untraced = pytest.mark.no_cover
+untraced = pytest.mark.usefixtures("coverage_paused")
+
+
+@pytest.fixture
+def coverage_paused():
+    """Tracing makes torch's Python twice as slow, and the small tests below run every line of the module."""
+    tracing = Coverage.current()
+    if tracing:
+        tracing.stop()
+    yield
+    if tracing:
+        tracing.start()
 
 
 @pytest.fixture(scope="module")
