@@ -107,7 +107,7 @@ class _Recorder(TorchDispatchMode):
         self.rows.append(
             {
                 "phase": self.phase,
-                "op": func.name().split("::")[1].removesuffix(".default"),
+                "op": func.name().split("::")[1],
                 "groups": _groups(func, args),
                 "dtype": dtypes[0] if dtypes else "",
                 "flops": _flops(func, args, kwargs, result),
@@ -256,6 +256,8 @@ def _record(model, input_shape, precision, optimizer, device_type):
         raise ValueError(f"unknown precision {precision!r}; it is one of {', '.join(PRECISIONS)}")
     if not callable(optimizer) and optimizer not in OPTIMIZERS:
         raise ValueError(f"unknown optimizer {optimizer!r}; it is a function or one of {', '.join(OPTIMIZERS)}")
+    if device_type not in ("cuda", "cpu"):
+        raise ValueError(f"unknown device type {device_type!r}; only cuda and cpu can be predicted")
     make_optimizer = optimizer if callable(optimizer) else OPTIMIZERS[optimizer]
     dtype = torch.bfloat16 if precision == "pure_bf16" else None
     seen = _Recorder()
@@ -339,7 +341,7 @@ def predict_memory(build_model, input_shape, precision, optimizer="sgd_momentum"
     float32 and with a mask. The reserve that batch norm keeps in channels_last is left out. The optimizer goes through
     the weights one by one; CUDA's default, foreach, needs more in its step for some (RMSprop, Adam without fused).
 
-    Raises ValueError for an unknown precision or optimizer, for a model that returns no tensor to train on, and for
+    Raises ValueError for an unknown precision, optimizer or device type, for a model that returns no tensor to train on, and for
     reentrant checkpointing.
     """
     seen = _record(build_model(), input_shape, precision, optimizer, device_type)

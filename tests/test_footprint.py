@@ -302,6 +302,7 @@ def test_attention_keeps_no_square_of_the_sequence(build, precision):
     ("arguments", "said"),
     [
         ({"precision": "fp8"}, "unknown precision 'fp8'"),
+        ({"precision": "fp32", "device_type": "mps"}, "unknown device type 'mps'"),
         ({"precision": "fp32", "optimizer": "lion"}, "unknown optimizer 'lion'"),
     ],
 )

@@ -2,6 +2,7 @@ import copy
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 
@@ -114,3 +115,11 @@ def test_writer_killed_in_the_middle_leaves_only_whole_records(folder):
     writer.wait()
     assert len(list(folder.glob("*.tmp"))) == 1, "the writer was killed in the middle of its second record"
     assert len([r for r in records.load_all() if r["what"]["experiment"] == "killed"]) == 1
+
+
+def test_the_best_recorded_loader_is_four_times_the_posts():
+    (record,) = [r for r in records.load_all() if r["what"]["experiment"] == "08 data path"]
+    seconds = {arm: statistics.median(blocks) for arm, blocks in record["results"]["blocks"].items()}
+    posts = min(time for arm, time in seconds.items() if arm.startswith("posts' float32"))
+    assert record["device"]["type"] == "cpu" and record["device"]["threads"] == 2
+    assert posts >= 4 * min(seconds.values())
