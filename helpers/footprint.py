@@ -341,8 +341,8 @@ def predict_memory(build_model, input_shape, precision, optimizer="sgd_momentum"
     float32 and with a mask. The reserve that batch norm keeps in channels_last is left out. The optimizer goes through
     the weights one by one; CUDA's default, foreach, needs more in its step for some (RMSprop, Adam without fused).
 
-    Raises ValueError for an unknown precision, optimizer or device type, for a model that returns no tensor to train on, and for
-    reentrant checkpointing.
+    Raises ValueError for an unknown precision, optimizer or device type, for a model that returns no tensor to train
+    on, and for reentrant checkpointing.
     """
     seen = _record(build_model(), input_shape, precision, optimizer, device_type)
     total, activations = Counter(), Counter()
