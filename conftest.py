@@ -17,6 +17,12 @@ def pytest_addoption(parser):
 
 
 @pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config):
+    if config.getoption("--gpu"):  # one notebook at a time: there is one device, and its memory
+        config.option.numprocesses, config.option.dist = 0, "no"
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config):
     # nbval would trace the notebooks' kernels too, and they would take nearly twice as long. The helpers' own tests are
     # what --cov counts.
