@@ -1,10 +1,12 @@
 import copy
 import json
+import math
 import os
 import signal
 import statistics
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -122,4 +124,27 @@ def test_the_best_recorded_loader_is_four_times_the_posts():
     seconds = {arm: statistics.median(blocks) for arm, blocks in record["results"]["blocks"].items()}
     posts = min(time for arm, time in seconds.items() if arm.startswith("posts' float32"))
     assert record["device"]["type"] == "cpu" and record["device"]["threads"] == 2
-    assert posts >= 4 * min(seconds.values())
+    best = min(seconds.values())
+    assert posts >= 4 * best
+    readme = (Path(__file__).resolve().parent.parent / "README.md").read_text(encoding="utf-8")
+    images = record["results"]["images_per_step"]
+    assert (
+        f"ready: {images / posts:,.0f} images/s" in readme and f"loader at its best, {images / best:,.0f} by" in readme
+    )
+
+
+def test_the_recorded_ladder_s_rungs_add_up_to_the_whole():
+    ladder = [r for r in records.load_all() if r["what"]["experiment"] == "08 ladder"]
+    assert len({(r["commit"], r["device"]["name"], r["what"]["config"]["workers"]) for r in ladder}) == 1, "one run"
+    gains = {}
+    for record in ladder:
+        above, below = record["what"]["arm"].split(" against ")
+        medians = {arm: statistics.median(blocks) for arm, blocks in record["results"]["blocks"].items()}
+        gains[below, above] = math.log(medians[below] / medians[above])
+    bottom, top = "the posts' loop", "no .item()"
+    whole, rung, rungs = gains.pop((bottom, top)), bottom, []
+    while rung != top:
+        rung, gain = next((above, gain) for (below, above), gain in gains.items() if below == rung)
+        rungs.append(gain)
+    assert len(rungs) == len(gains)
+    assert sum(rungs) == pytest.approx(whole, rel=0.10)
