@@ -188,6 +188,18 @@ def _attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False
     return kernel(query, key, value, attn_mask, query.requires_grad, dropout_p, is_causal, scale=scale)[0]
 
 
+def _expected_by(node):
+    """What gradients a node of the graph takes: their shapes, dtypes and devices."""
+    if node.name() == "CheckpointFunctionBackward":
+        raise ValueError("reentrant checkpointing is not predicted; checkpoint with use_reentrant=False")
+    try:
+        return node._input_metadata
+    except RuntimeError:  # 2.11 does not tell, 2.15 does
+        raise ValueError(
+            f"torch {torch.__version__} is too old for a model with an autograd.Function in Python"
+        ) from None
+
+
 def _backward(losses, on_gradient):
     """What `losses.pop().backward()` does, one node of the graph after the other, in the engine's order.
 
@@ -218,9 +230,7 @@ def _backward(losses, on_gradient):
             on_gradient(weight.grad)
             continue
         if isinstance(node, torch.autograd.function.BackwardCFunction):  # written in Python, with a place an argument
-            if node.name() == "CheckpointFunctionBackward":
-                raise ValueError("reentrant checkpointing is not predicted; checkpoint with use_reentrant=False")
-            for place, expected in enumerate(node._input_metadata):
+            for place, expected in enumerate(_expected_by(node)):
                 if gradients[place] is None:
                     gradients[place] = torch.zeros(expected.shape, dtype=expected.dtype, device=expected.device)
             results = node.apply(*gradients)
@@ -234,16 +244,17 @@ def _backward(losses, on_gradient):
         for (child, place), result in zip(edges, results):
             if child is None:
                 continue
-            places = given.setdefault(child, [None] * len(child._input_metadata))
+            takes = _expected_by(child)
+            places = given.setdefault(child, [None] * len(takes))
             if result is not None:
-                expected = child._input_metadata[place]
+                expected = takes[place]
                 result = result.sum_to_size(expected.shape).to(expected.dtype)
                 places[place] = result if places[place] is None else places[place] + result
             waiting[child] -= 1
             if not waiting[child]:
                 del waiting[child]
                 heapq.heappush(ready, (-child._sequence_nr(), next(order), child))
-        del results, result, places, child, edges
+        del results, result, takes, places, child, edges
 
 
 def _autocast(device_type, dtype=None, enabled=True, cache_enabled=True):
@@ -342,7 +353,7 @@ def predict_memory(build_model, input_shape, precision, optimizer="sgd_momentum"
     the weights one by one; CUDA's default, foreach, needs more in its step for some (RMSprop, Adam without fused).
 
     Raises ValueError for an unknown precision, optimizer or device type, for a model that returns no tensor to train
-    on, and for reentrant checkpointing.
+    on, for reentrant checkpointing, and, on old versions of torch, for an autograd.Function written in Python.
     """
     seen = _record(build_model(), input_shape, precision, optimizer, device_type)
     total, activations = Counter(), Counter()
