@@ -190,7 +190,7 @@ def _attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False
 
 def _expected_by(node):
     """What gradients a node of the graph takes: their shapes, dtypes and devices."""
-    if node.name() == "CheckpointFunctionBackward":
+    if type(node).__name__ == "CheckpointFunctionBackward":
         raise ValueError("reentrant checkpointing is not predicted; checkpoint with use_reentrant=False")
     try:
         return node._input_metadata
