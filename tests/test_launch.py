@@ -1,0 +1,82 @@
+"""torchrun's processes are seen, and none of them is left, however the run ends."""
+
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from helpers.launch import torchrun
+
+SLEEP = "import time\nprint('here', flush=True)\ntime.sleep(600)"
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    """A function that writes a script and returns its path. Temporary files go to an own folder."""
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    monkeypatch.setattr("tempfile.tempdir", None)
+
+    def write(source):
+        path = tmp_path / "script.py"
+        path.write_text(source)
+        return path
+
+    yield write
+    assert not processes_of(tmp_path)
+    assert not list((tmp_path / "temporary").iterdir())
+
+
+def processes_of(folder):
+    return [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if str(folder) in " ".join(process.info["cmdline"] or [])
+    ]
+
+
+def test_each_rank_prints_for_itself(script):
+    path = script("import os, sys\nprint(os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], sys.argv[1:])")
+    launch = torchrun(path, "--rate", 0.5)
+    assert launch.printed == [f"{rank} of 2 ['--rate', '0.5']\n" for rank in (0, 1)]
+    assert (launch.status, launch.errors, launch.message) == (0, ["", ""], "")
+    assert str(launch) == "rank 0: 0 of 2 ['--rate', '0.5']\nrank 1: 1 of 2 ['--rate', '0.5']"
+
+
+def test_an_error_in_one_process_ends_all_and_is_told(script):
+    path = script(f"import os\nif os.environ['RANK'] == '1': raise ValueError('on purpose')\n{SLEEP}")
+    launch = torchrun(path)
+    assert launch.status != 0
+    assert launch.errors[1] == "ValueError: on purpose"
+    assert "ChildFailedError" in launch.message and "failed" in str(launch)
+
+
+def test_a_restarted_process_goes_on_where_it_ended(script):
+    path = script("import os\ncount = os.environ['TORCHELASTIC_RESTART_COUNT']\nprint(count)\nassert count == '1'")
+    launch = torchrun(path, processes=1, options=("--standalone", "--max-restarts=1"))
+    assert (launch.status, launch.printed) == (0, ["0\n1\n"])
+
+
+def test_a_run_that_takes_too_long_is_ended(script):
+    with pytest.raises(TimeoutError, match="had not ended after 10 s"):
+        torchrun(script(SLEEP), timeout=10)
+
+
+def test_an_interrupted_run_leaves_nothing(script, tmp_path):
+    path = script(SLEEP)
+    code = f"from helpers.launch import torchrun; torchrun({str(path)!r})"
+    caller = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 60
+    while not any(file.read_text() for file in tmp_path.rglob("stdout.log")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert len(processes_of(tmp_path)) >= 4, "the caller, torchrun, and two processes"
+    caller.send_signal(signal.SIGINT)
+    assert "KeyboardInterrupt" in caller.communicate(timeout=30)[1].decode()
+
+
+def test_a_missing_script_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"nothing\.py; run the cell that writes it first"):
+        torchrun(tmp_path / "nothing.py")
