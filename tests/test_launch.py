@@ -67,7 +67,8 @@ def test_a_run_that_takes_too_long_is_ended(script):
 
 def test_an_interrupted_run_leaves_nothing(script, tmp_path):
     path = script(SLEEP)
-    code = f"from helpers.launch import torchrun; torchrun({str(path)!r})"
+    listen = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # a shell's & turns it off
+    code = f"{listen}; from helpers.launch import torchrun; torchrun({str(path)!r})"
     caller = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE)
     deadline = time.monotonic() + 60
     while not any(file.read_text() for file in tmp_path.rglob("stdout.log")) and time.monotonic() < deadline:
