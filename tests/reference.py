@@ -15,6 +15,7 @@ def environment(save_to):
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
+        "PYTHONDONTWRITEBYTECODE": "",  # compiling torch's modules anew would double the time of each import
         "PYTHONHASHSEED": "0",
         "TQDM_DISABLE": "1",
     }
