@@ -766,48 +766,36 @@ def translate(answer):
 @_says
 def unscale_and_clip(answer):
     """10: `answer(gradients, scale, max_norm)` are the gradients unscaled, then clipped by their global norm."""
-    for scale, max_norm in [(1024.0, 1.0), (65536.0, 100.0), (1.0, 0.0625)]:
-        exact = [torch.tensor([3.0, 0.0]), torch.tensor([[4.0]]), torch.zeros(2)]
-        given = [gradient.tolist() for gradient in answer([gradient * scale for gradient in exact], scale, max_norm)]
-        factor = min(1.0, max_norm / 5)
-        for wrong, why in [
-            (factor, None),
-            (1.0, "nothing is clipped: the norm of all together is 5"),
-            (min(1.0, max_norm / (5 * scale)) / scale, "you clip first: the norm is then that of the scaled gradients"),
-            (scale * factor, "they are still scaled"),
-            (max_norm / 5, "a norm below max_norm is left as it is"),
-        ]:
-            if all(np.allclose(mine, right * wrong, rtol=1e-4) for mine, right in zip(given, exact, strict=True)):
-                break
-        else:
-            why = (
-                "each tensor by its own norm? One norm, one factor for all"
-                if max_norm < 5
-                else "they should only shrink"
-            )
-        if why:
-            return f"gradients {[3.0, 0.0]}, {[[4.0]]} and zeros, times {scale:g}, max_norm {max_norm:g}: {why}"
+    exact = [torch.tensor([3.0, 0.0]), torch.tensor([[4.0]]), torch.zeros(2)]
+    for scale, max_norm in [(1024.0, 1.0), (65536.0, 100.0)]:
+        given = answer([gradient * scale for gradient in exact], scale, max_norm)
+        replies = {
+            scale * min(1.0, max_norm / 5): "they are still scaled",
+            min(1.0, max_norm / 5 / scale): "you clip first: the norm is then that of the scaled gradients",
+            1.0: "nothing is clipped: the norm of all together is 5",
+            max_norm / 5: "a norm below max_norm should be left as it is",
+            min(1.0, max_norm / 5): None,
+        }
+        wrong = "not all have the same factor. One norm, of all together, gives one factor for all"
+        for factor, reply in replies.items():
+            if all(torch.allclose(mine, factor * right, rtol=1e-4, atol=0) for mine, right in zip(given, exact)):
+                wrong = reply
+        if wrong or len(given) != 3:
+            return f"gradients [3, 0], [[4]] and [0, 0], times {scale:g}; max_norm {max_norm:g}: {wrong}"
     return None
 
 
 @_says
 def optimizer_steps(answer):
     """10: `answer(images, batch, k, epochs)` are the steps when every epoch ends with one."""
-    for images, batch, k, epochs in [
-        (1797, 64, 1, 1),
-        (1792, 64, 4, 2),
-        (1797, 64, 3, 1),
-        (1797, 64, 3, 4),
-        (5, 8, 4, 3),
-    ]:
+    for images, batch, k, epochs in [(1797, 64, 1, 1), (1792, 64, 4, 2), (1797, 64, 3, 4), (5, 8, 4, 3)]:
         given, batches = answer(images, batch, k, epochs), math.ceil(images / batch)
         right = math.ceil(batches / k) * epochs
-        if given == right:
-            continue
         case = f"{images} images in batches of {batch}, k={k}, {epochs} epochs: {right} steps, and you say {given}"
-        if given == images // batch // k * epochs or given == batches // k * epochs:
+        if given in (images // batch // k * epochs, batches // k * epochs) and given != right:
             return f"{case}. What is left over counts too: round up"
-        if given == math.ceil(batches * epochs / k):
+        if given == math.ceil(batches * epochs / k) and given != right:
             return f"{case}. Every epoch ends with a step: round up before you multiply"
-        return case
+        if given != right:
+            return case
     return None

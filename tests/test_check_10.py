@@ -40,7 +40,7 @@ def unscaled(gradients, scale):
             lambda gradients, scale, max_norm: (
                 [clipped([g], max_norm)[0] for g in unscaled(gradients, scale) if g.any()] + [torch.zeros(2)]
             ),
-            "each tensor by its own norm",
+            "One norm, of all together",
         ),
         ("unscale_and_clip", lambda gradients, scale, max_norm: clipped(gradients, max_norm * scale), "still scaled"),
         ("unscale_and_clip", lambda gradients, scale, max_norm: unscaled(gradients, scale), "nothing is clipped"),
