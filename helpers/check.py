@@ -756,10 +756,9 @@ def translate(answer):
     for old, right in _OLD_FLAGS:
         given = answer(dict(old))
         for flag in right | dict(given):
-            if flag not in right:
-                return f"from {old} you make {given}: {flag} does not belong there"
-            if flag not in given or given[flag] != right[flag]:
-                return f"from {old} you make {given}: {flag} should be {right[flag]!r}"
+            if given.get(flag) != right.get(flag):
+                fault = f"should be {right[flag]!r}" if flag in right else "does not belong there"
+                return f"from {old} you make {given}: {flag} {fault}"
     return None
 
 
@@ -792,10 +791,10 @@ def optimizer_steps(answer):
         given, batches = answer(images, batch, k, epochs), math.ceil(images / batch)
         right = math.ceil(batches / k) * epochs
         case = f"{images} images in batches of {batch}, k={k}, {epochs} epochs: {right} steps, and you say {given}"
-        if given in (images // batch // k * epochs, batches // k * epochs) and given != right:
+        if given == right:
+            continue
+        if given in (images // batch // k * epochs, batches // k * epochs):
             return f"{case}. What is left over counts too: round up"
-        if given == math.ceil(batches * epochs / k) and given != right:
-            return f"{case}. Every epoch ends with a step: round up before you multiply"
-        if given != right:
-            return case
+        early = given == math.ceil(batches * epochs / k)
+        return f"{case}. Every epoch ends with a step: round up before you multiply" if early else case
     return None
