@@ -66,7 +66,6 @@ def without_margin(history, scale, margin):
         ("to_e5m2", not_cut_off, "becomes 1, and yours"),
         ("to_e5m2", in_float32, "asked for is fp16"),
         ("next_scale", scale_without_care, "Keep the old scale"),
-        ("next_scale", lambda history, scale, margin: 448 / max(history), "raised ZeroDivisionError"),
         ("next_scale", the_way_back, "the way back"),
         ("next_scale", without_margin, "margin 2: 37.3333, and you say 149.333"),
     ],
