@@ -5,10 +5,13 @@ import subprocess
 import sys
 import time
 
+import nbformat
 import psutil
 import pytest
+from nbclient import NotebookClient
 
 from helpers.launch import torchrun
+from tests.execute import NOTEBOOKS
 
 SLEEP = "import time\nprint('here', flush=True)\ntime.sleep(600)"
 
@@ -81,3 +84,36 @@ def test_an_interrupted_run_leaves_nothing(script, tmp_path):
 def test_a_missing_script_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"nothing\.py; run the cell that writes it first"):
         torchrun(tmp_path / "nothing.py")
+
+
+FAILS = """
+Path("script.py").write_text("raise ValueError")
+assert torchrun("script.py").status
+raise RuntimeError
+"""
+IS_INTERRUPTED = """
+import signal, threading, time
+import psutil
+def stop_button():
+    while len(psutil.Process().children(recursive=True)) < 3:  # torchrun and two processes
+        time.sleep(0.1)
+    os.kill(os.getpid(), signal.SIGINT)
+Path("script.py").write_text("import time; time.sleep(600)")
+threading.Thread(target=stop_button).start()
+torchrun("script.py")
+"""
+
+
+@pytest.mark.parametrize("code, error", [(FAILS, "RuntimeError"), (IS_INTERRUPTED, "KeyboardInterrupt")])
+def test_a_notebook_that_ends_early_leaves_nothing(code, error, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    notebook = nbformat.read(NOTEBOOKS / "09_distributed_amp.ipynb", as_version=4)
+    started = [cell for cell in notebook.cells if cell.cell_type == "code"][:3]
+    notebook.cells = [*started, nbformat.v4.new_code_cell(code)]
+    NotebookClient(notebook, kernel_name="python3", allow_errors=True).execute(cwd=str(NOTEBOOKS))
+    *others, last = notebook.cells
+    assert not [output for cell in others for output in cell.outputs if output.output_type == "error"]
+    assert last.outputs[-1].ename == error
+    assert not processes_of(tmp_path)
+    # torch keeps compiled kernels in a folder of its own
+    assert not [path for path in tmp_path.iterdir() if not path.name.startswith("torchinductor")]
