@@ -747,6 +747,7 @@ _OLD_FLAGS = [
     ({"use_amp": True, "amp_level": "O1", "amp_backend": "apex"}, {"precision": "16-mixed"}),
     ({"use_amp": False, "gradient_clip_val": 0.5}, {"gradient_clip_val": 0.5}),
     ({"precision": 16, "amp_level": "O3"}, {"precision": "16-true"}),
+    ({"precision": 16, "amp_level": "O0", "gpus": None}, {"precision": "32-true", "accelerator": "cpu"}),
 ]
 
 
