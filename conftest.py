@@ -31,7 +31,8 @@ def pytest_configure(config):
     if config.getoption("--gpu"):
         config.option.nbval, config.option.nbval_lax = False, True
         config.option.nbval_cell_timeout = 3600
-        os.environ["HALF_THE_BITS_SAVE_TO"] = config.records.name
+        for name in ("HALF_THE_BITS_SAVE_TO", "HALF_THE_BITS_PROGRESS"):
+            os.environ[name] = environment(config.records.name)[name]
     else:
         os.environ.update(environment(config.records.name))
 

@@ -196,5 +196,5 @@ def commit():
             return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", ".", "../notebooks") else "")
     except (OSError, subprocess.CalledProcessError):
         pass
-    code = b"".join(path.read_bytes() for path in sorted(helpers.glob("*.py")))
+    code = b"".join(path.read_bytes() for path in sorted(helpers.rglob("*.py")))
     return f"no Git checkout; helpers' SHA-256 is {hashlib.sha256(code).hexdigest()}"

@@ -1,10 +1,11 @@
 """The environment in which stored outputs are made and compared: a CPU, two threads, no progress bars."""
 
 import os
+from pathlib import Path
 
 
 def environment(save_to):
-    """Environment variables of the reference run; records made in it go to the folder `save_to`.
+    """Environment variables of the reference run; its records and progress go to the folder `save_to`.
 
     Where tests run side by side each has one thread: two busy teams of threads on the same cores wait for each other.
     """
@@ -12,6 +13,7 @@ def environment(save_to):
     return {
         "HALF_THE_BITS_DEVICE": "cpu",
         "HALF_THE_BITS_SAVE_TO": str(save_to),
+        "HALF_THE_BITS_PROGRESS": str(Path(save_to) / "progress"),
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,

@@ -1,0 +1,57 @@
+"""A right answer is noted once; a file that cannot be read or written costs a sentence, never an answer."""
+
+import json
+
+import pytest
+
+from helpers import check
+from helpers.check import progress_file
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    monkeypatch.setenv("HALF_THE_BITS_PROGRESS", str(tmp_path / "progress.json"))
+    return tmp_path / "progress.json"
+
+
+def say(low, high):
+    return "faster" if low > 1 else "slower" if high < 1 else "undecided"
+
+
+def test_right_answers_are_in_the_table_and_wrong_ones_are_not(file):
+    assert list(check.progress().loc["07"]) == ["0 of 2", "verdict, bf16_step"]
+    check.verdict(lambda low, high: "faster")
+    assert not file.exists()
+    check.verdict(say)
+    assert list(check.progress().loc["07"]) == ["1 of 2", "bf16_step"]
+
+
+def test_the_first_day_stays(file):
+    file.write_text('{"verdict": "2026-01-02", "an old exercise": "2026-01-01"}')
+    check.verdict(say)
+    progress_file.note("limits")
+    days = json.loads(file.read_text())
+    assert days["verdict"] == "2026-01-02" and set(days) == {"verdict", "an old exercise", "limits"}
+
+
+def test_every_notebook_has_two_to_four_exercises():
+    counts = check.progress().passed.str.removeprefix("0 of ").astype(int)
+    assert list(counts.index) == [f"{number:02}" for number in range(1, 12)]
+    assert counts.between(2, 4).all()
+
+
+def test_broken_file_is_named_and_kept(file, capsys):
+    file.write_text("{")
+    assert check.progress().passed.str.startswith("0 of").all()
+    assert "progress.json cannot be read" in capsys.readouterr().out
+    check.verdict(say)
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "Right." and said[1].startswith("(Not noted in progress.json: ")
+    assert file.read_text() == "{"
+
+
+def test_unwritable_place_costs_one_sentence(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HALF_THE_BITS_PROGRESS", str(tmp_path / "no such folder" / "progress.json"))
+    check.verdict(say)
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "Right." and "No such file" in said[1] and len(said) == 2
