@@ -14,6 +14,7 @@ from tests.reference import environment
 
 def pytest_addoption(parser):
     parser.addoption("--gpu", action="store_true", help="run notebooks on this machine's device, without comparing")
+    parser.addoption("--lab", action="store_true", help="run every notebook in a browser too, not only some")
 
 
 @pytest.hookimpl(tryfirst=True)

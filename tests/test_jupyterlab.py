@@ -178,3 +178,25 @@ def test_search_box_of_the_op_tables_answers(lab, page):
     page.get_by_role("textbox", name="op contains", exact=True).fill("log_softmax")
     expect(page.locator(".jupyter-widgets table tbody th")).to_have_text(["log_softmax.int"])
     assert not page.errors
+
+
+def test_charts_of_the_clinic_lead_to_their_cases(lab, page):
+    open_and_run(lab, page, "12_troubleshooting_clinic.ipynb")
+    page.get_by_role("link", name="29", exact=True).first.click()
+    page.wait_for_timeout(5000)
+    heading = page.locator('[data-jupyter-id="Case-29"]').bounding_box()
+    print("the heading is at", heading)
+    assert heading and abs(heading["y"]) < 1500, "the link did not lead to its case"
+    assert page.locator(".jp-InputPlaceholder").count() > 10, "the fixes are folded"
+    assert not page.errors
+
+
+REST = ["02", "03", "05", "06", "08", "09", "10", "11"]
+
+
+@pytest.mark.parametrize("number", REST)
+def test_every_other_notebook_opens_and_runs(lab, page, number, request):
+    if not request.config.getoption("--lab"):
+        pytest.skip("takes minutes: uv run pytest --lab")
+    (path,) = (ROOT / "notebooks").glob(f"{number}_*.ipynb")
+    open_and_run(lab, page, path.name, limit=400)
