@@ -1,6 +1,7 @@
 """One list of dependencies, used by everything, and nothing in the repository that a fresh machine lacks."""
 
 import ast
+import base64
 import re
 import subprocess
 import sys
@@ -147,3 +148,20 @@ def test_readme_s_results_are_those_of_the_records():
         mean = (percent[arm] - percent["FP32"]).mean()
         assert f"| {arm} | {percent[arm].mean():.2f}% | {mean:+.2f} [{low:+.2f}, {high:+.2f}] | yes |" in readme
         assert low > -1 and high < 1
+
+
+def test_readme_s_figure_is_notebook_03_s():
+    figures = [
+        output["data"]["image/png"]
+        for cell in nbformat.read(ROOT / "notebooks" / "03_loss_scaling.ipynb", as_version=4).cells
+        for output in cell.get("outputs", [])
+        if "image/png" in output.get("data", {})
+    ]
+    assert (ROOT / "data" / "gradients.png").read_bytes() == base64.b64decode(figures[0])
+
+
+def test_workshop_plans_fit_their_time():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for plan, minutes in {"90 minutes": 90, "half a day": 240, "two days": 720}.items():
+        table = readme.split(f"| {plan} | minutes |")[1].split("\n\n")[0]
+        assert sum(int(row.split("|")[2]) for row in table.splitlines()[2:]) == minutes, plan
