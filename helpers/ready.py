@@ -18,7 +18,7 @@ from platform import python_version
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
-from packaging.version import VERSION_PATTERN, Version
+from packaging.version import VERSION_PATTERN, InvalidVersion, Version
 
 DATA = Path(__file__).resolve().parent.parent / "data"
 # As pyproject.toml has them, which a copy of this folder has not beside it, less the tools that only run notebooks.
@@ -28,10 +28,10 @@ NEEDS = """accelerate>=1.10 ipywidgets>=8.1 jsonschema>=4.23 lightning>=2.5.5 ma
     scipy>=1.15 seaborn>=0.13.2 timm>=1.0.20 torch>=2.11 torchao>=0.18 torchvision>=0.26 tqdm>=4.67"""
 MODULES = {"nvidia-ml-py": "pynvml", "opencv-python-headless": "cv2", "scikit-learn": "sklearn"}
 CAUSES = {  # by what pip or uv say
-    "NameResolution|NewConnection|ConnectTimeout|Network is unreachable|Failed to fetch|error sending request": (
+    "NameResolution|NewConnection|ConnectTimeout|Max retries|ProxyError|Failed to fetch|error sending request": (
         "the package index cannot be reached. Give this notebook internet access, or wheels, as the README shows"
     ),
-    "ResolutionImpossible|No solution found|conflicting dependencies|No matching distribution": (
+    "ResolutionImpossible|No solution found|No matching distribution": (
         "no version of them goes with what is installed, which stays as it is. Use a fresh environment"
     ),
     "Permission denied|Read-only file system|externally[- ]managed": (
@@ -75,7 +75,7 @@ def _is_there(need):
 def _is_old(need):
     try:
         return not need.specifier.contains(Version(version(need.name)).base_version)
-    except PackageNotFoundError:  # it is missing, or came under another name, such as opencv-python
+    except (PackageNotFoundError, InvalidVersion, TypeError):  # also: it came under another name, as opencv-python
         return False
 
 
@@ -96,13 +96,16 @@ def _install(missing):
     with tempfile.TemporaryDirectory() as folder:
         pins = Path(folder, "installed.txt")
         pins.write_text("\n".join(f"{name}=={number}" for name, number in _installed().items()))
-        command = [*installer, "--quiet", "--constraint", pins, *map(str, missing.values())]
+        command = [*installer, "--constraint", pins, *map(str, missing.values())]
         done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         said = done.stdout + done.stderr
-        known = [cause for words, cause in CAUSES.items() if re.search(words, said)]
-        raise NotReady(f"Missing: {names}. They were not installed: {(known or [said.strip()])[0]}.")
-    site.addsitedir(site.getusersitepackages())  # pip may just have made it
+        causes = [cause for words, cause in CAUSES.items() if re.search(words, said)] or [said.strip()]
+        culprit = re.search(r"\S+ (?:[\d.]+ )?depends on [^,\n]+", said)
+        because = f" ({culprit[0]})" if culprit else ""
+        raise NotReady(f"Missing: {names}. They were not installed: {causes[0]}{because}.")
+    if site.ENABLE_USER_SITE:
+        site.addsitedir(site.getusersitepackages())  # pip may just have made it
     importlib.invalidate_caches()
     if left := [name for name, need in missing.items() if not _is_there(need)]:
         raise NotReady(f"{', '.join(left)} cannot be imported yet. Restart the kernel and run this cell again.")
