@@ -4,6 +4,7 @@
 and runs every notebook in them. That needs a package index and some 20 minutes.
 """
 
+import json
 import os
 import re
 import shutil
@@ -19,8 +20,6 @@ from zipfile import ZipFile
 import nbformat
 import packaging
 import pytest
-from jupyter_client.kernelspec import KernelSpec
-from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 from packaging.requirements import Requirement
 
@@ -338,40 +337,48 @@ def test_records_prefer_the_working_folder_to_a_temporary_one(tmp_path, monkeypa
 # Real kernels.
 
 
-def first_error_or_none(path, python=sys.executable, cells=None):
-    """Run a notebook, or its first `cells` cells, with another Python's kernel; returns the error and cell 1's text."""
-    notebook = nbformat.read(path, as_version=4)
-    notebook.cells = notebook.cells[:cells]
-    kernel = AsyncKernelManager()
-    kernel._kernel_spec = KernelSpec(argv=[str(python), "-m", "ipykernel_launcher", "-f", "{connection_file}"])
-    client = NotebookClient(notebook, km=kernel, allow_errors=True, resources={"metadata": {"path": path.parent}})
-    client.execute(cleanup_kc=True)
-    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
-    errors = [output for output in outputs if output.output_type == "error"]
-    return errors[0].traceback if errors else None, outputs[0].get("text")
+@pytest.fixture
+def first_error(tmp_path, monkeypatch):
+    """Runs a notebook, or its first `cells` cells, in a Python's kernel; returns cell 1's text and the first error's."""
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "jupyter"))
+    spec = tmp_path / "jupyter" / "kernels" / "hosted" / "kernel.json"
+    spec.parent.mkdir(parents=True)
+
+    def run(path, python=sys.executable, cells=None):
+        argv = [str(python), "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+        spec.write_text(json.dumps({"argv": argv, "display_name": "hosted", "language": "python"}))
+        notebook = nbformat.read(path, as_version=4)
+        notebook.cells = notebook.cells[:cells]
+        resources = {"metadata": {"path": path.parent}}
+        NotebookClient(notebook, kernel_name="hosted", allow_errors=True, resources=resources).execute()
+        outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+        errors = ["\n".join(output.traceback) for output in outputs if output.output_type == "error"]
+        return outputs[0].get("text"), (errors or [None])[0]
+
+    return run
 
 
-def test_a_notebook_alone_beside_copies_runs(tmp_path, monkeypatch):
+def test_a_notebook_alone_beside_copies_runs(tmp_path, monkeypatch, first_error):
     for variable, value in environment(tmp_path / "records").items():
         monkeypatch.setenv(variable, value)
     shutil.copy(PATHS[4], tmp_path)
     for name in ("helpers", "data"):
         shutil.copytree(ROOT / name, tmp_path / name)
-    assert first_error_or_none(tmp_path / PATHS[4].name) == (None, "helpers found\n")
+    assert first_error(tmp_path / PATHS[4].name) == ("helpers found\n", None)
 
 
-def test_without_data_a_notebook_shows_one_sentence(tmp_path):
+def test_without_data_a_notebook_shows_one_sentence(tmp_path, first_error):
     shutil.copy(PATHS[0], tmp_path)
     shutil.copytree(ROOT / "helpers", tmp_path / "helpers")
-    error, _ = first_error_or_none(tmp_path / PATHS[0].name, cells=2)
-    assert error == [f"NotReady: There is no {tmp_path / 'data'}. Put data/ beside helpers/."]
+    _, error = first_error(tmp_path / PATHS[0].name, cells=2)
+    assert error == f"NotReady: There is no {tmp_path / 'data'}. Put data/ beside helpers/."
 
 
 NEWEST = next(pin for pin in PROJECT["tool"]["uv"]["constraint-dependencies"] if pin.startswith("torch=="))
 
 
 @pytest.mark.parametrize("torch", ["torch==2.11.0", NEWEST])
-def test_every_notebook_runs_where_only_torch_is_installed(torch, tmp_path, request, monkeypatch):
+def test_every_notebook_runs_where_only_torch_is_installed(torch, tmp_path, request, monkeypatch, first_error):
     versions = request.config.getoption("--hosted")
     if not versions:
         pytest.skip("takes long and needs a package index: --hosted 3.13")
@@ -387,9 +394,7 @@ def test_every_notebook_runs_where_only_torch_is_installed(torch, tmp_path, requ
             for name in ("helpers", "data"):
                 shutil.copytree(ROOT / name, folder / name)
             shutil.copy(path, folder)
-            error, _ = first_error_or_none(folder / path.name, inside)
-            if error:
-                failures[python, path.stem] = "\n".join(error)
+            _, failures[python, path.stem] = first_error(folder / path.name, inside)
         listed = subprocess.run(["uv", "pip", "freeze", "--python", inside], capture_output=True, text=True, check=True)
         assert torch in listed.stdout.splitlines()
-    assert not failures
+    assert not {run: error for run, error in failures.items() if error}
