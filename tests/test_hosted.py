@@ -339,7 +339,7 @@ def test_records_prefer_the_working_folder_to_a_temporary_one(tmp_path, monkeypa
 
 @pytest.fixture
 def first_error(tmp_path, monkeypatch):
-    """Runs a notebook, or its first `cells` cells, in a Python's kernel; returns cell 1's text and the first error's."""
+    """Runs a notebook, or its first `cells` cells, in a Python's kernel; returns cell 1's text and the first error."""
     monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "jupyter"))
     spec = tmp_path / "jupyter" / "kernels" / "hosted" / "kernel.json"
     spec.parent.mkdir(parents=True)
