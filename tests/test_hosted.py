@@ -301,7 +301,7 @@ def read_only():
 SAVE = """
 from helpers import records
 from tests.test_records import a_record
-first, second = records.save(a_record()), records.save(a_record())
+first, second = (records.save(a_record(block_seconds=[seconds])) for seconds in (0.1, 0.2))
 assert len(records.load_all()) == 2
 print(first.parent)
 """
