@@ -1,7 +1,8 @@
 """Test runs happen in the reference environment, in which the notebooks' outputs were stored.
 
 `uv run pytest` compares every output on the CPU. `uv run pytest --gpu` runs the same notebooks on this machine's own
-device, and only asks that no cell fails.
+device, and only asks that no cell fails. `uv run pytest tests/test_hosted.py --hosted 3.13` runs them
+under Python 3.13 in environments that have only torch and a kernel.
 """
 
 import os
@@ -15,6 +16,13 @@ from tests.reference import environment
 def pytest_addoption(parser):
     parser.addoption("--gpu", action="store_true", help="run notebooks on this machine's device, without comparing")
     parser.addoption("--lab", action="store_true", help="run every notebook in a browser too, not only some")
+    parser.addoption(
+        "--hosted",
+        action="append",
+        default=[],
+        metavar="PYTHON",
+        help="run all notebooks where only torch and a kernel are installed, under this Python (a version or a path)",
+    )
 
 
 @pytest.hookimpl(tryfirst=True)

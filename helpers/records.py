@@ -4,7 +4,9 @@ import hashlib
 import json
 import os
 import re
+import tempfile
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 
 from jsonschema import Draft202012Validator
@@ -19,8 +21,21 @@ class RecordError(ValueError):
 
 
 def save_folder():
-    """Where `save` writes: `data/records`, or what the environment variable HALF_THE_BITS_SAVE_TO names."""
-    return Path(os.environ.get("HALF_THE_BITS_SAVE_TO") or RECORDS).resolve()
+    """Where `save` writes: what the environment variable HALF_THE_BITS_SAVE_TO names, or else `data/records`; where
+    that cannot be written, `half-the-bits-records` in the working folder or in the folder for temporary files."""
+    if chosen := os.environ.get("HALF_THE_BITS_SAVE_TO"):
+        return Path(chosen).resolve()
+    others = [place / "half-the-bits-records" for place in (Path.cwd(), Path(tempfile.gettempdir()))]
+    return next((folder.resolve() for folder in (RECORDS, *others) if _is_writable(folder)), RECORDS)
+
+
+def _is_writable(folder):
+    return os.access(next(place for place in (folder, *folder.parents) if place.exists()), os.W_OK)
+
+
+@cache
+def _say(folder):
+    print(f"{RECORDS} cannot be written: records go to {folder}.")
 
 
 def new(experiment, arm, config, results, manifest):
@@ -56,6 +71,8 @@ def save(record):
         raise RecordError(f"This record is not plain JSON: {error}. Store numbers and text only.") from None
     validate(json.loads(text))
     to = save_folder()
+    if to != RECORDS and "HALF_THE_BITS_SAVE_TO" not in os.environ:
+        _say(to)
     to.mkdir(parents=True, exist_ok=True)
     words = [record["when"][:19], record["what"]["experiment"], record["what"]["arm"], record["device"]["name"]]
     name = re.sub(r"[^A-Za-z0-9.]+", "-", " ".join(words))

@@ -1,0 +1,111 @@
+"""Make a notebook's environment ready: install what is missing, and change nothing that is installed.
+
+On a hosted platform torch, numpy and the rest are the platform's. This runs first, with what every kernel has.
+"""
+
+import importlib
+import re
+import shutil
+import site
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import PackageNotFoundError, distributions, version
+from importlib.util import find_spec
+from pathlib import Path
+from platform import python_version
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+from packaging.version import VERSION_PATTERN, InvalidVersion, Version
+
+DATA = Path(__file__).resolve().parent.parent / "data"
+# As pyproject.toml has them, which a copy of this folder has not beside it, less the tools that only run notebooks.
+PYTHON = ">=3.11"
+NEEDS = """accelerate>=1.10 ipywidgets>=8.1 jsonschema>=4.23 lightning>=2.5.5 matplotlib>=3.10 numpy>=2.1
+    nvidia-ml-py>=13.580 opencv-python-headless>=4.11 packaging>=24 pandas>=2.2.3 psutil>=7 scikit-learn>=1.6
+    scipy>=1.15 seaborn>=0.13.2 timm>=1.0.20 torch>=2.11 torchao>=0.18 torchvision>=0.26 tqdm>=4.67"""
+MODULES = {"nvidia-ml-py": "pynvml", "opencv-python-headless": "cv2", "scikit-learn": "sklearn"}
+CAUSES = {  # by what pip or uv say
+    "NameResolution|NewConnection|ConnectTimeout|Max retries|ProxyError|Failed to fetch|error sending request": (
+        "the package index cannot be reached. Give this notebook internet access, or wheels, as the README shows"
+    ),
+    "ResolutionImpossible|No solution found|No matching distribution": (
+        "no version of them goes with what is installed, which stays as it is. Use a fresh environment"
+    ),
+    "Permission denied|Read-only file system|externally[- ]managed": (
+        "this Python's packages cannot be written. Use an environment of your own (python -m venv)"
+    ),
+}
+
+
+class NotReady(RuntimeError):
+    """What stands in the way, and what to do about it."""
+
+    def _render_traceback_(self):  # IPython shows the sentence alone
+        return [f"NotReady: {self}"]
+
+
+def prepare():
+    """Install what is missing, name what is old, and say that the helpers are found. Raises NotReady."""
+    needs = [Requirement(need) for need in NEEDS.split()]
+    old = {need.name: need for need in needs if _is_old(need)}
+    missing = {need.name: need for need in needs if not _is_there(need)}
+    if not SpecifierSet(PYTHON).contains(python_version()):
+        raise NotReady(f"Python is {python_version()}. Choose a kernel with Python {PYTHON}.")
+    if not DATA.is_dir():
+        raise NotReady(f"There is no {DATA}. Put data/ beside helpers/.")
+    if "torch" in old | missing:
+        found = f"torch is {version('torch')}" if "torch" in old else "torch is missing"
+        raise NotReady(
+            f"{found}. Choose a kernel with torch 2.11 or newer, or install it: it is not changed from here."
+        )
+    if missing:
+        _install(missing)
+    for name, need in old.items():
+        print(f"{name} {version(name)} is left as it is, although older than the tested {need.specifier}.")
+    print("helpers found")
+
+
+def _is_there(need):
+    return find_spec(MODULES.get(need.name, need.name)) is not None
+
+
+def _is_old(need):
+    try:
+        return not need.specifier.contains(Version(version(need.name)).base_version)
+    except (PackageNotFoundError, InvalidVersion, TypeError):  # also: it came under another name, as opencv-python
+        return False
+
+
+def _installed():
+    """Every installed package's version; of two copies, that which is imported; none that pip could not read."""
+    found = {canonicalize_name(one.name): one.version for one in reversed([*distributions()]) if one.name}
+    return {name: has for name, has in found.items() if re.fullmatch(VERSION_PATTERN, has or "", re.VERBOSE | re.I)}
+
+
+def _install(missing):
+    names = ", ".join(missing)
+    installer = [sys.executable, "-m", "pip", "install", "--retries=1"]
+    if not find_spec("pip"):
+        installer = [shutil.which("uv"), "pip", "install", f"--python={sys.executable}"]
+    if not installer[0]:
+        raise NotReady(f"Missing: {names}. There is neither pip nor uv to install them. Try `python -m ensurepip`.")
+    print(f"Installing {names}. What is installed already is not changed.")
+    with tempfile.TemporaryDirectory() as folder:
+        pins = Path(folder, "installed.txt")
+        pins.write_text("\n".join(f"{name}=={number}" for name, number in _installed().items()))
+        command = [*installer, "--constraint", pins, *map(str, missing.values())]
+        done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        said = done.stdout + done.stderr
+        causes = [cause for words, cause in CAUSES.items() if re.search(words, said)] or [said.strip()]
+        culprit = re.search(r"\S+ (?:[\d.]+ )?depends on [^,\n]+", said)
+        because = f" ({culprit[0]})" if culprit else ""
+        raise NotReady(f"Missing: {names}. They were not installed: {causes[0]}{because}.")
+    if site.ENABLE_USER_SITE:
+        site.addsitedir(site.getusersitepackages())  # pip may just have made it
+    importlib.invalidate_caches()
+    if left := [name for name, need in missing.items() if not _is_there(need)]:
+        raise NotReady(f"{', '.join(left)} cannot be imported yet. Restart the kernel and run this cell again.")
