@@ -23,10 +23,25 @@ def hooked(model, batch, first=True, leaves=True, remove=True):
     return bad[0 if first else -1] if bad else ""
 
 
+def registered_first(model, batch):
+    """Looks at each module by itself, in the order of `named_modules`."""
+    name = hooked(model, batch)
+    return "last" if name == "first" else name
+
+
 def inside(model, optimizer, scaler, schedule, images, labels, max_norm):
     with torch.autocast("cpu", torch.float16):
         notebook_12._step(model, optimizer, scaler, schedule, images, labels, max_norm)
         nn.functional.cross_entropy(model(images), labels).backward()
+    return True
+
+
+def only_if_equal(model, optimizer, scaler, schedule, *more):
+    before, rate = scaler.get_scale(), schedule.state_dict()
+    notebook_12._step(model, optimizer, scaler, schedule, *more)
+    if scaler.get_scale() > before:
+        schedule.load_state_dict(rate)
+        optimizer.param_groups[0]["lr"] = rate["_last_lr"][0]
     return True
 
 
@@ -37,14 +52,16 @@ def with_fault(fault):
 @pytest.mark.parametrize(
     ("name", "answer", "reply"),
     [
-        ("first_bad", functools.partial(hooked, first=False), "is '1.1', and you say '2'"),
+        ("first_bad", functools.partial(hooked, first=False), "is '0', and you say '1'"),
         ("first_bad", functools.partial(hooked, remove=False), "a hook was left behind"),
+        ("first_bad", registered_first, "the first bad one is 'first', and you say"),
         ("first_bad", lambda model, batch: "1" if len(model) == 3 else "", "ask its leaves"),
         ("case_of", lambda patient: 10, "patient B is not case 10: the scale finds its place"),
         ("case_of", {"A": 9, "B": 9}.get, "patient A is not case 9: infinities would end"),
         ("mended_step", with_fault("zero_grad"), "the gradients of the last step are still there"),
         ("mended_step", with_fault("unscale"), "the clipped norm is that of scaled gradients"),
         ("mended_step", with_fault("schedule"), "the schedule moves on"),
+        ("mended_step", only_if_equal, "a scale that fell"),
         ("mended_step", inside, "backward runs inside"),
         ("mended_step", lambda *arguments: 0.5, "are not the right ones"),
     ],
@@ -111,3 +128,9 @@ def test_an_error_of_the_step_comes_after_what_was_seen(capsys):
         check.diagnose(model, lambda: model(torch.full((2, 4), math.inf)), steps=1)
     assert "output of 0 (float32) is the first that is not finite" in capsys.readouterr().out
     assert not model[0]._forward_hooks
+
+
+def test_a_loss_that_is_not_finite_is_told(capsys):
+    model = nn.Linear(2, 1)
+    check.diagnose(model, lambda: model(torch.ones(1, 2)).sum() * math.inf, steps=1)
+    assert capsys.readouterr().out.startswith("step 1: returned ")

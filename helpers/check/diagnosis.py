@@ -1,5 +1,7 @@
 """Watch training steps from outside: the dtype of every tensor, and the first number that is not finite."""
 
+import math
+
 import pandas as pd
 import torch
 
@@ -29,7 +31,8 @@ def _watch(model, note):
 
 def diagnose(model, step, scaler=None, steps=3):
     """Call `step()`, one training step of `model`, `steps` times; say of each which tensor was the first that was not
-    finite, and what the GradScaler `scaler` did. The steps are real: weights and scale change.
+    finite, and what the GradScaler `scaler` did. If `step` returns its loss, one that is not finite is told too. The
+    steps are real: weights and scale change.
 
     Returns a DataFrame of the last step, one row a tensor in the order of time: the output of each leaf module, the
     gradient that came back to it, the gradient of each weight; with dtype, largest finite absolute value, percentage
@@ -45,9 +48,10 @@ def diagnose(model, step, scaler=None, steps=3):
         zero = 100 * (values == 0).float().mean().item()
         rows.append((what, where, str(tensor.dtype).removeprefix("torch."), largest, zero, bool(finite.all())))
 
-    def tell(number, scale):
+    def tell(number, returned, scale):
         bad = next((row for row in rows if not row[-1]), None)
-        words = f"{bad[0]} {bad[1]} ({bad[2]}) is the first that is not finite" if bad else "all finite"
+        words = f"returned {returned}; " if isinstance(returned, float) and not math.isfinite(returned) else ""
+        words += f"{bad[0]} {bad[1]} ({bad[2]}) is the first that is not finite" if bad else "all finite"
         if scaler is not None:
             after = scaler.get_scale()
             shown = [f"{each:,.0f}" if each >= 1 else f"{each:g}" for each in (scale, after)]
@@ -58,11 +62,12 @@ def diagnose(model, step, scaler=None, steps=3):
     try:
         for number in range(1, steps + 1):
             rows.clear()
-            scale = scaler.get_scale() if scaler is not None else None
+            scale, returned = scaler.get_scale() if scaler is not None else None, None
             try:
-                step()
+                returned = step()
+                returned = returned.item() if isinstance(returned, torch.Tensor) and returned.numel() == 1 else returned
             finally:
-                tell(number, scale)
+                tell(number, returned, scale)
     finally:
         for hook in hooks:
             hook.remove()

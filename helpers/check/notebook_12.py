@@ -11,28 +11,52 @@ from torch.nn import functional as F
 from helpers.check.replies import says
 
 
-class _Inf(nn.Module):
+class _Put(nn.Module):
+    """Writes a number into the first column."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.number = number
+
     def forward(self, x):
-        return x * math.inf
+        return x.index_fill(1, torch.tensor([0]), self.number)
+
+
+class _Backwards(nn.Module):
+    """Its modules run in another order than they stand in."""
+
+    def __init__(self):
+        super().__init__()
+        self.last, self.first = nn.Linear(4, 4), _Put(math.nan)
+
+    def forward(self, x):
+        return self.last(self.first(x))
+
+
+def _hooks(model):
+    everywhere = [nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks]
+    return [*everywhere, *(hooks for m in model.modules() for hooks in (m._forward_hooks, m._forward_pre_hooks))]
 
 
 @says
 def first_bad(answer):
     """`answer(model, batch)` names the first leaf module whose output is not finite, "" if there is none."""
-    inner = nn.Sequential(nn.Linear(4, 4), _Inf(), nn.ReLU())
+    inner = nn.Sequential(nn.Linear(4, 4), _Put(-math.inf), nn.ReLU())
     patients = [
         (nn.Sequential(nn.Linear(4, 4), nn.ReLU()), ""),
         (nn.Sequential(nn.Linear(4, 4), inner, nn.Linear(4, 4)), "1.1"),
-        (nn.Sequential(_Inf(), nn.Linear(4, 4)), "0"),
+        (nn.Sequential(_Put(math.inf), nn.Linear(4, 4)), "0"),
+        (_Backwards(), "first"),
     ]
     for model, right in patients:
         given = answer(model, torch.rand(2, 4))
-        if any(module._forward_hooks for module in model.modules()):
+        if any(_hooks(model)):
             return "a hook was left behind: keep the handles, and remove() each"
         if given != right:
             names = ", ".join(name for name, _ in model.named_modules() if name)
             case = f"among {names} the first bad one is {right!r}, and you say {given!r}"
-            return f"{case}. That one has children; ask its leaves" if given == "1" else case
+            parts = dict(model.named_modules()).get(given) if given else None
+            return f"{case}. That one has children; ask its leaves" if parts and list(parts.children()) else case
     return None
 
 
@@ -79,14 +103,15 @@ _FAULTS = {
 }
 
 
-def _treated(step, scale, inside=None):
+def _treated(step, scale, growth=2000, inside=None):
     """Weights, learning rate and scale after four steps; notes whether backward sees autocast in the list `inside`."""
     torch.manual_seed(0)
     images, labels = torch.rand(32, 8), torch.arange(32) % 3
     model = nn.Linear(8, 3)
     if inside is not None:
         model.weight.register_hook(lambda gradient: inside.append(torch.is_autocast_enabled("cpu")))
-    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.5), torch.amp.GradScaler("cpu", init_scale=scale)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=growth)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     with warnings.catch_warnings(action="ignore"):  # a schedule that is ahead warns, and is found anyway
         for _ in range(4):
@@ -97,14 +122,16 @@ def _treated(step, scale, inside=None):
 @says
 def mended_step(answer):
     """`answer(model, optimizer, scaler, schedule, images, labels, max_norm)` is one right step in fp16 on the CPU."""
-    for scale in (1024.0, 2.0**24):
+    for scale, growth in [(1024.0, 2000), (2.0**24, 2000), (1024.0, 2)]:
         inside = []
-        given = _treated(answer, scale, inside)
+        given, right = _treated(answer, scale, growth, inside), _treated(_step, scale, growth)
         if any(inside):
             return "backward runs inside the autocast region (Case 15)"
         for fault, words in _FAULTS.items():
-            if given == _treated(functools.partial(_step, fault=fault), scale) != _treated(_step, scale):
+            if given == _treated(functools.partial(_step, fault=fault), scale, growth) != right:
                 return words
-        if given != _treated(_step, scale):
+        if given != right and growth == 2:
+            return "when the scale has grown, the step was taken too: only a scale that fell tells of a skipped one"
+        if given != right:
             return f"after four steps from a scale of {scale:g}, weights, learning rate or scale are not the right ones"
     return None
