@@ -9,16 +9,17 @@ from helpers import plots
 
 @pytest.fixture
 def figure(monkeypatch):
-    """Calls a plotting function and returns the one figure that it drew."""
+    """Calls a plotting function and returns the one figure that it showed, with the text that goes with it."""
     matplotlib.use("agg")
 
     def draw(function, *arguments, **more):
-        plt.close("all")
-        monkeypatch.setattr(plt, "show", lambda: None)
+        shown = []
+        monkeypatch.setattr(plots, "display", lambda *figure, metadata: shown.append((*figure, metadata)))
         function(*arguments, **more)
-        assert plt.get_fignums() == [1]
-        drawn = plt.figure(1)
-        drawn.canvas.draw()
+        assert not plt.get_fignums(), "an open figure is shown a second time at the end of its cell"
+        ((drawn, metadata),) = shown
+        drawn.alt = metadata["image/png"]["alt"]
+        drawn.draw_without_rendering()
         assert drawn.get_facecolor() == (1, 1, 1, 1)
         return drawn
 
