@@ -22,11 +22,13 @@ myst_heading_anchors = 3
 
 html_theme = "sphinx_book_theme"
 html_title = project
+html_context = {"default_mode": "auto"}  # light or dark, as the reader's system is
 html_copy_source = False
 html_use_index = False
 html_theme_options = {
     "home_page_in_toc": True,
     "navbar_persistent": [],  # the sidebar has the search field
+    "footer_content_items": ["copyright"],
     "use_download_button": False,
     "use_fullscreen_button": False,
 }
