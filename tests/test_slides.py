@@ -9,7 +9,6 @@ from itertools import accumulate
 import nbformat
 import pytest
 from bs4 import BeautifulSoup
-from nbconvert import SlidesExporter
 
 from tests import answers, slides
 from tests.execute import NOTEBOOKS
