@@ -5,6 +5,7 @@ from itertools import cycle
 import matplotlib.pyplot as plt
 import numpy as np
 import seaborn as sns
+from IPython.display import display
 from matplotlib.ticker import MaxNLocator
 
 
@@ -14,6 +15,14 @@ def _axes(title, width=7.0, height=3.0):
     axes.set_title(title, loc="left")
     sns.despine(ax=axes)
     return axes
+
+
+def _show(figure, what, values):
+    """Show the figure, stored with a text for whoever cannot see it: what it draws, and a number or words a name."""
+    words = {name: value if isinstance(value, str) else f"{value:,.3g}" for name, value in values.items()}
+    alt = f"{what}: {'; '.join(f'{name} {value}' for name, value in words.items())}."
+    display(figure, metadata={"image/png": {"alt": alt}})
+    plt.close(figure)
 
 
 def _mark(axes, marks):
@@ -38,7 +47,7 @@ def bars(values, title, unit, low=None, high=None, reference=None):
         axes.axvline(reference, color="black", linewidth=1, linestyle="--")
     axes.set(xlabel=unit, xlim=(0, 1.15 * max(ends)))
     axes.invert_yaxis()
-    plt.show()
+    _show(axes.figure, f"Bar chart: {title}. {unit}", values)
 
 
 def stacked_bars(table, title, unit):
@@ -53,7 +62,7 @@ def stacked_bars(table, title, unit):
     axes.set(xlabel=unit, xlim=(0, 1.15 * left.max()))
     axes.invert_yaxis()
     axes.figure.legend(frameon=False, ncols=table.shape[1], loc="outside lower center")
-    plt.show()
+    _show(axes.figure, f"Stacked bars of {', '.join(table)}: {title}. {unit} in all", left)
 
 
 def curves(table, x, y, by, title, log2=(), log10=(), step=False, from_zero=True):
@@ -77,7 +86,9 @@ def curves(table, x, y, by, title, log2=(), log10=(), step=False, from_zero=True
             axes.set_ylim(bottom=0)
         elif axis is axes.xaxis:
             axis.set_major_locator(MaxNLocator(integer=True))
-    plt.show()
+    means = table.groupby([by, x], sort=False)[y].mean().groupby(by, sort=False)
+    ends = means.agg(lambda line: f"from {line.iloc[0]:,.3g} to {line.iloc[-1]:,.3g}")
+    _show(axes.figure, f"Line chart: {title}. {y} over {x}", ends)
 
 
 def histogram(values, title, x, edges, marks=None):
@@ -86,10 +97,12 @@ def histogram(values, title, x, edges, marks=None):
     marks: {text: place on the axis} of dashed vertical lines.
     """
     axes = _axes(title)
-    axes.hist(values, edges, color=sns.color_palette("colorblind")[0])
+    counts, *_ = axes.hist(values, edges, color=sns.color_palette("colorblind")[0])
     _mark(axes, marks or {})
     axes.set(xlabel=x, ylabel="how many")
-    plt.show()
+    fullest = counts.argmax()
+    most = {"most": f"{counts[fullest]:,.0f} around {np.mean(edges[fullest : fullest + 2]):,.3g}"}
+    _show(axes.figure, f"Histogram: {title}. How many by {x}", most | (marks or {}))
 
 
 def ranges(table, title, x, y):
@@ -107,7 +120,8 @@ def ranges(table, title, x, y):
     axes.set(xlabel=x, ylabel=y, ylim=(0.8 * table.precision.min(), 1.4 * table.precision.max()))
     axes.set_yticks(table.precision, table.precision.astype(int))
     axes.minorticks_off()
-    plt.show()
+    spans = {row.Index: f"{row.precision:.0f} from {row.subnormal:.3g} to {row.max:.3g}" for row in table.itertuples()}
+    _show(axes.figure, f"A line a format: {title}. {y} and {x}", spans)
 
 
 def points(table, x, by, title):
@@ -120,7 +134,7 @@ def points(table, x, by, title):
     means = table.groupby(by, sort=False)[x].mean()
     axes.scatter(means, means.index, marker="|", s=500, color="black", zorder=3)
     axes.set(ylabel="", ylim=(table[by].nunique() - 0.5, -0.5))
-    plt.show()
+    _show(axes.figure, f"Dots and their mean: {title}. mean {x}", means)
 
 
 def images(pictures, captions):
@@ -131,7 +145,7 @@ def images(pictures, captions):
         axes.imshow(picture.permute(1, 2, 0).numpy(force=True))
         axes.set_title(caption, fontsize=9)
         axes.axis("off")
-    plt.show()
+    _show(axes.figure, "A row of pictures", dict(enumerate(captions, 1)))
 
 
 def areas(table, title, x, y, marks):
@@ -145,7 +159,8 @@ def areas(table, title, x, y, marks):
     axes.set(xlabel=x, ylabel=y, xlim=(table.index[0], table.index[-1]), ylim=(0, 1.15 * table.sum(axis=1).max()))
     _mark(axes, marks)
     axes.figure.legend(frameon=False, ncols=3, loc="outside lower center")
-    plt.show()
+    total = table.sum(axis=1)
+    _show(axes.figure, f"Stacked areas of {', '.join(table)}: {title}. {y} by {x}", {"at most": total.max()} | marks)
 
 
 def roofline(ops, rates, bandwidth, title):
@@ -172,4 +187,6 @@ def roofline(ops, rates, bandwidth, title):
     sns.scatterplot(ops.drop_duplicates("kind"), x="intensity", y="rate", ax=axes, **(look | {"size": None}))
     axes.set(xscale="log", yscale="log", xlabel="FLOPs a byte", ylabel="TFLOP/s at best")
     axes.legend(frameon=False, loc="lower right", fontsize=9)
-    plt.show()
+    dots = {"dots": ", ".join(ops.kind.unique())}
+    roofs = {label: rate / 1e12 for label, rate in rates.items()}
+    _show(axes.figure, f"Roofline: {title}. TFLOP/s over FLOPs a byte", roofs | dots)

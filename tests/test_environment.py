@@ -22,7 +22,11 @@ from helpers import records
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 RUNTIME = {canonicalize_name(r.name): r for r in map(Requirement, PROJECT["project"]["dependencies"])}
-FOR_TESTS = {canonicalize_name(r.name): r for r in map(Requirement, PROJECT["dependency-groups"]["dev"])}
+GROUPS = PROJECT["dependency-groups"]
+FOR_TESTS = {
+    canonicalize_name(r.name): r
+    for r in map(Requirement, [*GROUPS["site"], *(d for d in GROUPS["dev"] if isinstance(d, str))])
+}
 PINS = {canonicalize_name(r.name): r for r in map(Requirement, PROJECT["tool"]["uv"]["constraint-dependencies"])}
 OURS = {"helpers", "tests"}
 MAGIC = re.compile(r"^%%\w+.*$", re.MULTILINE)

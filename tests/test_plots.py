@@ -9,16 +9,17 @@ from helpers import plots
 
 @pytest.fixture
 def figure(monkeypatch):
-    """Calls a plotting function and returns the one figure that it drew."""
+    """Calls a plotting function and returns the one figure that it showed, with the text that goes with it."""
     matplotlib.use("agg")
 
     def draw(function, *arguments, **more):
-        plt.close("all")
-        monkeypatch.setattr(plt, "show", lambda: None)
+        shown = []
+        monkeypatch.setattr(plots, "display", lambda *figure, metadata: shown.append((*figure, metadata)))
         function(*arguments, **more)
-        assert plt.get_fignums() == [1]
-        drawn = plt.figure(1)
-        drawn.canvas.draw()
+        assert not plt.get_fignums(), "an open figure is shown a second time at the end of its cell"
+        ((drawn, metadata),) = shown
+        drawn.alt = metadata["image/png"]["alt"]
+        drawn.draw_without_rendering()
         assert drawn.get_facecolor() == (1, 1, 1, 1)
         return drawn
 
@@ -39,6 +40,7 @@ def test_bars_carry_their_numbers_intervals_and_reference(figure):
     (intervals,) = [part for part in axes.containers if isinstance(part, matplotlib.container.ErrorbarContainer)]
     low, high = intervals.lines[2][0].get_segments()[1][:, 0]
     assert (round(low, 2), round(high, 2)) == (1.52, 1.82)
+    assert drawn.alt == "Bar chart: Speed. times: FP32 1; bf16 1.62."
 
 
 def test_stacked_bars_add_up_and_differ_in_more_than_colour(figure):
@@ -46,6 +48,7 @@ def test_stacked_bars_add_up_and_differ_in_more_than_colour(figure):
     drawn = figure(plots.stacked_bars, table, "Memory", "MB")
     assert {"4", "2.5", "kept", "weights", "MB"} <= set(texts(drawn))
     assert len({bar.get_hatch() for bar in drawn.axes[0].patches}) == 2
+    assert drawn.alt == "Stacked bars of kept, weights: Memory. MB in all: FP32 4; bf16 2.5."
 
 
 @pytest.mark.parametrize("plot", [plots.curves, plots.points])
@@ -60,6 +63,7 @@ def test_curves_have_markers(figure):
     lines = [line for line in drawn.axes[0].lines if len(line.get_xdata())]
     assert len({line.get_marker() for line in lines}) == 2
     assert {"Loss", "FP32", "bf16"} <= set(texts(drawn))
+    assert drawn.alt == "Line chart: Loss. loss over epoch: FP32 from 0.9 to 0.5; bf16 from 0.8 to 0.4."
 
 
 def test_points_show_every_run_and_the_mean(figure):
@@ -67,12 +71,14 @@ def test_points_show_every_run_and_the_mean(figure):
     drawn = figure(plots.points, table, "percent", "arm", "Accuracy")
     offsets = [x for dots in drawn.axes[0].collections for x, _ in dots.get_offsets()]
     assert sorted(offsets) == [96.0, 97.0, 97.0, 97.0, 98.0]  # three runs, two means
+    assert drawn.alt == "Dots and their mean: Accuracy. mean percent: FP32 97; bf16 97."
 
 
 def test_images_and_captions(figure):
     drawn = figure(plots.images, [torch.rand(3, 8, 6)] * 2, ["one", "two"])
     assert {"one", "two"} <= set(texts(drawn))
     assert drawn.axes[0].images[0].get_array().shape == (8, 6, 3)
+    assert drawn.alt == "A row of pictures: 1 one; 2 two."
 
 
 def test_histogram_counts_between_the_edges(figure):
@@ -80,6 +86,7 @@ def test_histogram_counts_between_the_edges(figure):
     assert [bar.get_height() for bar in drawn.axes[0].patches] == [2, 1]
     assert {"Halves", "value", " limit"} <= set(texts(drawn))
     assert list(drawn.axes[0].lines[0].get_xdata()) == [1.5, 1.5]
+    assert drawn.alt == "Histogram: Halves. How many by value: most 2 around 0.5; limit 1.5."
 
 
 def test_ranges_put_each_row_at_its_precision(figure):
@@ -92,6 +99,9 @@ def test_ranges_put_each_row_at_its_precision(figure):
     dotted, solid = drawn.axes[0].lines[:2]
     assert dotted.get_linestyle() == ":" and list(dotted.get_xdata()) == [2.0**-24, 2.0**-14]
     assert list(solid.get_xdata()) == [2.0**-14, 65504.0] and list(solid.get_ydata()) == [11, 11]
+    assert drawn.alt.startswith(
+        "A line a format: Range. bits and size: fp16 11 from 5.96e-08 to 6.55e+04; bf16 8 from "
+    )
 
 
 def test_curves_can_have_logarithmic_axes_and_steps(figure):
@@ -107,6 +117,7 @@ def test_areas_are_stacked_hatched_and_marked(figure):
     areas = [part for part in drawn.axes[0].collections if part.get_label() in table]
     assert [area.get_paths()[0].vertices[:, 1].max() for area in areas] == [3, 4]
     assert len({area.get_hatch() for area in areas}) == 2
+    assert drawn.alt == "Stacked areas of kept, weights: Memory. GB by op: at most 4; forward 0; backward 1."
 
 
 def test_the_roofline_puts_ops_under_their_roof_and_leaves_out_those_without_flops(figure):
@@ -121,3 +132,4 @@ def test_the_roofline_puts_ops_under_their_roof_and_leaves_out_those_without_flo
     assert axes.get_xscale() == axes.get_yscale() == "log"
     assert sorted(map(tuple, axes.collections[0].get_offsets().tolist())) == [(1, 1), (400, 2)]
     assert [line.get_ydata().max() for line in axes.lines[:2]] == [1, 2], "level roofs, in TFLOP/s"
+    assert drawn.alt == "Roofline: Roofs. TFLOP/s over FLOPs a byte: FP32 1; 16 bits 2; dots convolution."

@@ -1,0 +1,79 @@
+"""The suite as a site: `uv run sphinx-build -c .ci/site . site/html`, then open site/html/index.html. No cell runs."""
+
+import json
+import shutil
+from binascii import a2b_base64
+from hashlib import sha256
+from pathlib import Path
+
+from docutils import nodes
+from sphinx.util.logging import getLogger
+
+project = "Half the Bits"
+copyright = "the authors: text and figures CC BY 4.0, code MIT"
+extensions = ["myst_nb"]
+root_doc = "README"
+include_patterns = ["README.md", "CHANGELOG.md", "GLOSSARY.md", "data/README.md", "notebooks/*.ipynb"]
+exclude_patterns = [".*", "site"]
+
+nb_execution_mode = "off"
+nb_merge_streams = True
+myst_heading_anchors = 3
+
+html_theme = "sphinx_book_theme"
+html_title = project
+html_context = {"default_mode": "auto"}  # light or dark, as the reader's system is
+html_copy_source = False
+html_use_index = False
+html_theme_options = {
+    "home_page_in_toc": True,
+    "navbar_persistent": [],  # the sidebar has the search field
+    "footer_content_items": ["copyright"],
+    "use_download_button": False,
+    "use_fullscreen_button": False,
+}
+
+CONTENTS = """
+```{toctree}
+:hidden:
+:glob:
+
+notebooks/*
+[!R]*
+data/README
+```
+"""
+
+
+def add_contents(app, name, source):
+    """The README links to the notebooks by a table; Sphinx's navigation needs a list of its own."""
+    if name == root_doc:
+        source[0] += CONTENTS
+
+
+def describe_figures(app, page):
+    """Give each figure its stored text, which MyST-NB leaves out. A figure's file is named by its hash."""
+    path = Path(app.env.doc2path(app.env.docname))
+    if path.suffix != ".ipynb":
+        return
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    figures = [output for cell in cells for output in cell.get("outputs", []) if "image/png" in output.get("data", {})]
+    texts = {}
+    for figure in figures:
+        name = sha256(a2b_base64("".join(figure["data"]["image/png"]))).hexdigest()
+        texts[name] = figure["metadata"].get("image/png", {}).get("alt", "")
+    for image in page.findall(nodes.image):
+        image["alt"] = texts[Path(image["uri"]).stem]
+        if not image["alt"]:
+            getLogger(__name__).warning("a figure has no text: draw it with helpers.plots", location=image)
+
+
+def open_at_readme(app, error):
+    if not error:
+        shutil.copy(app.outdir / f"{root_doc}.html", app.outdir / "index.html")
+
+
+def setup(app):
+    app.connect("source-read", add_contents)
+    app.connect("doctree-read", describe_figures)
+    app.connect("build-finished", open_at_readme)

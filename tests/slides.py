@@ -1,0 +1,87 @@
+"""Mark every cell for `jupyter nbconvert --to slides`. After a change to a notebook: `uv run python -m tests.slides`.
+
+A slide begins with a `##` heading, so a text that has one in its middle is cut in two cells there. Nothing else
+changes: words, code and outputs stay as they are.
+"""
+
+import re
+from math import ceil
+
+import nbformat
+from bs4 import BeautifulSoup
+
+from tests.execute import NOTEBOOKS
+
+SCREEN = 27  # lines of text on a slide of 1280 x 720
+FOLDED = re.compile(r"<details>.*?</details>", re.DOTALL)
+FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+SHOWN = re.compile(r"^(<details>|\||>|```)", re.MULTILINE)  # more than prose: answers, tables, quotations, code
+HEADING = re.compile(r"^##? ", re.MULTILINE)
+
+
+def is_heading(cell):
+    return cell.cell_type == "markdown" and HEADING.match(cell.source)
+
+
+def cut(cell):
+    """The cell, in parts that begin at its headings."""
+    hidden = FENCED.sub(lambda block: re.sub(".", " ", block[0]), cell.source)
+    places = [place.start() for place in HEADING.finditer(hidden) if place.start()]
+    if cell.cell_type != "markdown" or not places:
+        return [cell]
+    texts = [cell.source[start:end].strip() for start, end in zip([0, *places], [*places, None])]
+    names = [cell.id, *(f"{cell.id}-{number}" for number in range(2, len(texts) + 1))]
+    return [nbformat.from_dict(cell | {"id": name, "source": text}) for name, text in zip(names, texts)]
+
+
+def height(cell):
+    """About how many lines a cell takes on a slide, its outputs included and what is folded left out."""
+    if cell.cell_type == "markdown":
+        blocks = FOLDED.sub("folded", cell.source)
+        return sum(ceil(len(line) / 110) * (2 if line.startswith("#") else 1) or 0.6 for line in blocks.splitlines())
+    lines = len(cell.source.splitlines()) + 1
+    for output in cell.outputs:
+        data = output.get("data", {})
+        if "image/png" in data:
+            lines += 15
+        elif "text/html" in data:
+            lines += 1.5 * len(BeautifulSoup(data["text/html"], "html.parser").find_all("tr")) + 1
+        else:
+            lines += len((output.get("text") or data.get("text/plain", "")).splitlines())
+    return lines
+
+
+def slide_types(cells):
+    """A slide a heading, a question on a slide of its own, what follows one click later while there is room.
+
+    Prose that is long, or finds no room below what it explains, is for the speaker.
+    """
+    used, set_up = 0, next(cell for cell in cells if cell.cell_type == "code")
+    for cell in cells:
+        tall = height(cell)
+        prose = cell.cell_type == "markdown" and not SHOWN.search(cell.source)
+        if cell is set_up:
+            kind = "skip"
+        elif is_heading(cell):
+            kind = "slide"
+        elif cell.cell_type == "markdown" and re.search(r"\*\*Predict\.\*\*|^> ### ", cell.source, re.MULTILINE):
+            kind = "subslide"
+        elif prose and (tall > 8 or used + tall > SCREEN):
+            kind = "notes"
+        else:
+            kind = "fragment" if used + tall <= SCREEN else "subslide"
+        if kind not in ("skip", "notes"):
+            used = tall + (used if kind == "fragment" else 0)
+        yield kind
+
+
+def mark(notebook):
+    notebook.cells = [part for cell in notebook.cells for part in cut(cell)]
+    for cell, kind in zip(notebook.cells, slide_types(notebook.cells)):
+        cell.metadata["slideshow"] = {"slide_type": kind}
+    return notebook
+
+
+if __name__ == "__main__":
+    for path in sorted(NOTEBOOKS.glob("*.ipynb")):
+        nbformat.write(mark(nbformat.read(path, as_version=4)), path)
