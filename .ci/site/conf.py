@@ -1,6 +1,7 @@
 """The suite as a site: `uv run sphinx-build -c .ci/site . site/html`, then open site/html/index.html. No cell runs."""
 
 import json
+import re
 import shutil
 from binascii import a2b_base64
 from hashlib import sha256
@@ -45,10 +46,11 @@ data/README
 """
 
 
-def add_contents(app, name, source):
-    """The README links to the notebooks by a table; Sphinx's navigation needs a list of its own."""
+def adapt(app, name, source):
+    """Add a list for Sphinx's navigation; write links to headings in lower case, as MyST names them."""
     if name == root_doc:
         source[0] += CONTENTS
+    source[0] = re.sub(r"\.ipynb#[\w-]+", lambda link: link[0].lower(), source[0])
 
 
 def describe_figures(app, page):
@@ -74,6 +76,6 @@ def open_at_readme(app, error):
 
 
 def setup(app):
-    app.connect("source-read", add_contents)
+    app.connect("source-read", adapt)
     app.connect("doctree-read", describe_figures)
     app.connect("build-finished", open_at_readme)
