@@ -52,7 +52,7 @@ def height(cell):
 
 
 def slide_types(cells):
-    """A slide a heading, a question on a slide of its own, what follows one click later while there is room.
+    """A slide a heading, a case or a question on a slide of its own, what follows one click later while there is room.
 
     Prose that is long, or finds no room below what it explains, is for the speaker.
     """
@@ -64,7 +64,7 @@ def slide_types(cells):
             kind = "skip"
         elif is_heading(cell):
             kind = "slide"
-        elif cell.cell_type == "markdown" and re.search(r"\*\*Predict\.\*\*|^> ### ", cell.source, re.MULTILINE):
+        elif cell.cell_type == "markdown" and re.search(r"\A### |\*\*Predict\.\*\*|^> ### ", cell.source, re.MULTILINE):
             kind = "subslide"
         elif prose and (tall > 8 or used + tall > SCREEN):
             kind = "notes"
