@@ -388,7 +388,9 @@ def test_every_notebook_runs_where_only_torch_is_installed(torch, tmp_path, requ
         there = tmp_path / f"environment-{number}"
         subprocess.run(["uv", "venv", "--quiet", "--seed", "--python", python, there], check=True)
         inside = python_of(there)
-        subprocess.run(["uv", "pip", "install", "--quiet", "--python", inside, torch, "ipykernel"], check=True)
+        subprocess.run(
+            ["uv", "pip", "install", "--quiet", "--no-config", "--python", inside, torch, "ipykernel"], check=True
+        )
         for path in PATHS:
             folder = tmp_path / f"{number}-{path.stem}"
             for name in ("helpers", "data"):
