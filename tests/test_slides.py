@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from itertools import accumulate
@@ -56,7 +57,8 @@ def test_a_wrong_mark_is_noticed_and_a_heading_begins_a_cell():
 
 def test_nbconvert_makes_a_deck_without_the_set_up_cell(tmp_path):
     path = NOTEBOOKS / "03_loss_scaling.ipynb"
-    settings = os.environ | {"JUPYTER_CONFIG_DIR": str(NOTEBOOKS.parent)}
+    settings = os.environ | {"JUPYTER_CONFIG_DIR": str(tmp_path)}  # Jupyter writes into it
+    shutil.copy(NOTEBOOKS.parent / "jupyter_nbconvert_config.json", tmp_path)
     command = [sys.executable, "-m", "nbconvert", "--to", "slides", path, "--output-dir", tmp_path]
     subprocess.run(command, env=settings, check=True, capture_output=True)
     page = BeautifulSoup((tmp_path / f"{path.stem}.slides.html").read_text(encoding="utf-8"), "html.parser")
