@@ -1,7 +1,7 @@
 """Notebooks on somebody else's machine: its torch stays, what is missing is installed, what cannot be written is not.
 
 `uv run pytest tests/test_hosted.py --hosted 3.13 -n 0 --no-cov` also makes environments with only torch and a kernel,
-and runs every notebook in them. That needs a package index and some 20 minutes.
+and runs every notebook in them. That needs a package index and some 30 minutes for each Python.
 """
 
 import json
@@ -377,26 +377,37 @@ def test_without_data_a_notebook_shows_one_sentence(tmp_path, first_error):
 NEWEST = next(pin for pin in PROJECT["tool"]["uv"]["constraint-dependencies"] if pin.startswith("torch=="))
 
 
-@pytest.mark.parametrize("torch", ["torch==2.11.0", NEWEST])
-def test_every_notebook_runs_where_only_torch_is_installed(torch, tmp_path, request, monkeypatch, first_error):
-    versions = request.config.getoption("--hosted")
-    if not versions:
-        pytest.skip("takes long and needs a package index: --hosted 3.13")
+def pytest_generate_tests(metafunc):
+    if "hosted" not in metafunc.fixturenames:
+        return
+    pythons = metafunc.config.getoption("--hosted")
+    places = [(python, torch) for python in pythons for torch in ("torch==2.11.0", NEWEST)]
+    ids = [f"{python}-{torch}" for python, torch in places]
+    skipped = pytest.param(None, marks=pytest.mark.skip("takes long and needs a package index: --hosted 3.13"))
+    metafunc.parametrize("hosted", places or [skipped], ids=ids or ["nowhere"], indirect=True, scope="module")
+    metafunc.parametrize("path", PATHS if places else PATHS[:1], ids=lambda path: path.stem)
+
+
+@pytest.fixture(scope="module")
+def hosted(request, tmp_path_factory):
+    """An environment with nothing but a torch and a kernel: its Python, and the torch."""
+    python, torch = request.param
+    there = tmp_path_factory.mktemp("environment")
+    inside = python_of(there)
+    subprocess.run(["uv", "venv", "--quiet", "--allow-existing", "--seed", "--python", python, there], check=True)
+    install = ["uv", "pip", "install", "--quiet", "--no-config", "--python", inside, torch, "ipykernel"]
+    subprocess.run(install, check=True)
+    yield inside, torch
+    shutil.rmtree(there)
+
+
+def test_a_notebook_runs_where_only_torch_is_installed(hosted, path, tmp_path, monkeypatch, first_error):
+    python, torch = hosted
     monkeypatch.setenv("TQDM_DISABLE", "1")
-    failures = {}
-    for number, python in enumerate(versions):
-        there = tmp_path / f"environment-{number}"
-        subprocess.run(["uv", "venv", "--quiet", "--seed", "--python", python, there], check=True)
-        inside = python_of(there)
-        subprocess.run(
-            ["uv", "pip", "install", "--quiet", "--no-config", "--python", inside, torch, "ipykernel"], check=True
-        )
-        for path in PATHS:
-            folder = tmp_path / f"{number}-{path.stem}"
-            for name in ("helpers", "data"):
-                shutil.copytree(ROOT / name, folder / name)
-            shutil.copy(path, folder)
-            _, failures[python, path.stem] = first_error(folder / path.name, inside)
-        listed = subprocess.run(["uv", "pip", "freeze", "--python", inside], capture_output=True, text=True, check=True)
-        assert torch in listed.stdout.splitlines()
-    assert not {run: error for run, error in failures.items() if error}
+    for name in ("helpers", "data"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    shutil.copy(path, tmp_path)
+    _, error = first_error(tmp_path / path.name, python)
+    assert error is None, error
+    listed = subprocess.run(["uv", "pip", "freeze", "--python", python], capture_output=True, text=True, check=True)
+    assert torch in listed.stdout.splitlines()
