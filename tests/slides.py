@@ -1,10 +1,12 @@
 """Mark every cell for `jupyter nbconvert --to slides`. After a change to a notebook: `uv run python -m tests.slides`.
 
-A slide begins with a `##` heading, so a text that has one in its middle is cut in two cells there. Nothing else
-changes: words, code and outputs stay as they are.
+A slide begins with a `##` heading, so a text that has one in its middle is cut in two cells there. Where code and
+figure do not fit on one slide, a tag leaves the code out of the deck. Nothing else changes: words, code and outputs
+stay as they are.
 """
 
 import re
+from base64 import b64decode
 from math import ceil
 
 import nbformat
@@ -12,7 +14,8 @@ from bs4 import BeautifulSoup
 
 from tests.execute import NOTEBOOKS
 
-SCREEN = 27  # lines of text on a slide of 1280 x 720
+SCREEN, LINE = 27, 24  # lines of text on a slide of 1440 x 810, with some room; pixels a line
+FIGURE_ONLY = "figure-only"  # jupyter_nbconvert_config.json knows the tag
 FOLDED = re.compile(r"<details>.*?</details>", re.DOTALL)
 FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 SHOWN = re.compile(r"^(<details>|\||>|```)", re.MULTILINE)  # more than prose: answers, tables, quotations, code
@@ -39,11 +42,11 @@ def height(cell):
     if cell.cell_type == "markdown":
         blocks = FOLDED.sub("folded", cell.source)
         return sum(ceil(len(line) / 110) * (2 if line.startswith("#") else 1) or 0.6 for line in blocks.splitlines())
-    lines = len(cell.source.splitlines()) + 1
+    lines = 0 if FIGURE_ONLY in cell.metadata.get("tags", []) else len(cell.source.splitlines()) + 1
     for output in cell.outputs:
         data = output.get("data", {})
         if "image/png" in data:
-            lines += 15
+            lines += int.from_bytes(b64decode(data["image/png"])[20:24]) / LINE  # the height in the PNG's header
         elif "text/html" in data:
             lines += 1.5 * len(BeautifulSoup(data["text/html"], "html.parser").find_all("tr")) + 1
         else:
@@ -77,6 +80,13 @@ def slide_types(cells):
 
 def mark(notebook):
     notebook.cells = [part for cell in notebook.cells for part in cut(cell)]
+    for cell in notebook.cells:
+        tags = set(cell.metadata.pop("tags", [])) - {FIGURE_ONLY}
+        has_figure = any("image/png" in output.get("data", {}) for output in cell.get("outputs", []))
+        if has_figure and height(cell) > SCREEN:
+            tags.add(FIGURE_ONLY)
+        if tags:
+            cell.metadata["tags"] = sorted(tags)
     for cell, kind in zip(notebook.cells, slide_types(notebook.cells)):
         cell.metadata["slideshow"] = {"slide_type": kind}
     return notebook

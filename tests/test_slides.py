@@ -67,7 +67,7 @@ def test_nbconvert_makes_a_deck_without_the_set_up_cell(tmp_path):
     assert len(page.select(".slides > section > section")) == kinds.count("slide") + kinds.count("subslide")
     assert "Which gradients does fp16 lose?" in page.get_text()
     assert "Put helpers/ and data/ beside this notebook" not in page.get_text()
-    assert re.search(r"width: 1280,\s*height: 720,", str(page))
+    assert re.search(r"width: 1440,\s*height: 810,", str(page))
 
 
 def unsolved(key):
