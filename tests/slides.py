@@ -63,7 +63,8 @@ def slide_types(cells):
     for cell in cells:
         tall = height(cell)
         prose = cell.cell_type == "markdown" and not SHOWN.search(cell.source)
-        if cell is set_up:
+        folded = cell.metadata.get("jupyter", {}).get("source_hidden")
+        if cell is set_up or (folded and not cell.outputs):
             kind = "skip"
         elif is_heading(cell):
             kind = "slide"
