@@ -100,6 +100,8 @@ def histogram(values, title, x, edges, marks=None):
     counts, *_ = axes.hist(values, edges, color=sns.color_palette("colorblind")[0])
     _mark(axes, marks or {})
     axes.set(xlabel=x, ylabel="how many")
+    if marks:
+        axes.margins(y=0.15)  # room for their names above the bars
     fullest = counts.argmax()
     most = {"most": f"{counts[fullest]:,.0f} around {np.mean(edges[fullest : fullest + 2]):,.3g}"}
     _show(axes.figure, f"Histogram: {title}. How many by {x}", most | (marks or {}))

@@ -102,6 +102,8 @@ def test_first_screen_tells_what_when_and_for_whom(notebook):
     assert first.startswith("# ")
     for phrase in ("You will do", "You will learn", "You need", "minutes.**"):
         assert phrase in first
+    titles = [cell.source for cell in notebook.cells if cell.cell_type == "markdown" and cell.source.startswith("# ")]
+    assert titles == [first], "one title; all other headings are below it"
 
 
 def test_set_up_cell_is_the_same_everywhere(notebook):
