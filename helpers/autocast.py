@@ -253,7 +253,9 @@ def on_device(tensor, device_type, fake, dtype=None):
 
 def _rows(fn, args, device_type, dtype):
     call, tracker = _CurrentCall(), ModuleTracker()
-    with autocast_on(device_type, dtype, cache=True), tracker, call, _OpRows(call, tracker, dtype) as ops:
+    # Nothing runs backward: on a real GPU the activations kept for it would fill the memory.
+    keep_nothing = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing)
+    with keep_nothing, autocast_on(device_type, dtype, cache=True), tracker, call, _OpRows(call, tracker, dtype) as ops:
         fn(*args)
     return ops.rows
 
@@ -264,7 +266,7 @@ def trace_casts(fn, *args, device_type="cuda", dtype=torch.float16):
     fn: a module, or a function that finds the modules and tensors that it works on among its arguments.
     args: modules, tensors, containers of tensors. Copies of them are made on the device, so they stay as they are.
     device_type: if there is no such device, the copies are fake tensors: the dtypes are right, nothing is computed.
-        RNNs then run without cuDNN.
+        RNNs then run without cuDNN. With cuDNN they copy their weights into one buffer, which is not seen as casts.
 
     Returns a DataFrame, a row an op in the order of running: `op` ("aten::convolution"), `inputs` and `output` (their
     dtypes), `casts` (what autocast put in front of it, "weight float32 -> float16; ..."), `cast_bytes` (read and

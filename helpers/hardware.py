@@ -3,6 +3,7 @@
 import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 from importlib.metadata import version
@@ -57,7 +58,9 @@ def native_formats(device):
     """
     if device.type == "cuda" and torch.version.hip is None:
         capability = torch.cuda.get_device_capability(device)
-        tensor_cores = capability >= (7, 0) and "GTX 16" not in torch.cuda.get_device_name(device)
+        # Of compute capability 7.5 only these have Tensor Cores; GTX 16xx, T1000 and MX450 have none.
+        has_them = capability != (7, 5) or re.search(r"RTX|\bT4G?\b", torch.cuda.get_device_name(device))
+        tensor_cores = capability >= (7, 0) and bool(has_them)
         since = {"fp16": (7, 0), "bf16": (8, 0), "TF32": (8, 0), "FP8": (8, 9)}
         return {name: tensor_cores and capability >= first for name, first in since.items()}
     if device.type == "cpu":
@@ -113,6 +116,7 @@ def _cpu(device):
 
 
 def _gpu(device):
+    torch.cuda.mem_get_info(device)  # makes a context: NVML lists no process without one
     properties = torch.cuda.get_device_properties(device)
     return {
         "type": device.type,

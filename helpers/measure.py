@@ -183,15 +183,16 @@ def kept_for_backward(model, forward):
     for address, tensor in kept.items():
         if address not in weights:
             total[str(tensor.dtype).removeprefix("torch.")] += tensor.untyped_storage().nbytes()
-    return dict(total)
+    return dict(+total)  # without empty tensors, as cuDNN's batch norm keeps
 
 
 def memory(step, device, steps=3):
     """Memory of `step()` on a CUDA device, in bytes, as a dict; an empty dict elsewhere.
 
-    `allocated`: tensors, at the peak. `reserved`: what torch's allocator holds from the driver, at the peak. `process`
-    and `device`: what NVML sees afterwards of this process (CUDA context and libraries included) and of the whole GPU.
-    The first steps are not counted, and what earlier work left in the allocator's cache is given back before.
+    `allocated`: tensors and the workspaces of libraries, at the peak. `reserved`: what torch's allocator holds from the
+    driver, at the peak. `process` and `device`: what NVML sees afterwards of this process (CUDA context and libraries
+    included) and of the whole GPU. The first steps are not counted, and what earlier work left in the allocator's cache
+    is given back before.
     """
     if device.type != "cuda":
         return {}
@@ -243,7 +244,8 @@ def fitting_batch(run, batch):
             run(batch)
             return batch
         except (RuntimeError, MemoryError) as error:  # not only torch.OutOfMemoryError: the CPU's, cuBLAS's, cuDNN's
-            told = re.search("out of memory|not enough memory|can't allocate memory|ALLOC_FAILED", str(error))
+            said = "out of memory|not enough memory|can't allocate memory|ALLOC_FAILED|unable to find an engine"
+            told = re.search(said, str(error))  # the last: cuDNN, when no algorithm's workspace fits
             if batch == 1 or not (told or isinstance(error, MemoryError)):
                 raise
             print(f"Batch {batch} runs out of memory; trying {batch // 2}.")

@@ -249,6 +249,7 @@ def test_trace_of_the_running_example():
     assert table.cast_bytes.sum() == (4 + 2) * moved
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_rnn_without_the_device_runs_without_cudnn():
     table = trace_casts(torch.nn.LSTM(8, 8), torch.randn(3, 2, 8))
     assert "weight float32 -> float16" in casts_of(table)
