@@ -20,7 +20,7 @@ GENERATIONS = pd.DataFrame(
     [
         ("Pascal", 2016, "6.0, 6.1", "P100, GTX 1080", "none", "GTX 10xx: fp16 at 1/64 of the rate of fp32"),
         ("Volta", 2017, "7.0", "V100", "fp16", "the first Tensor Cores"),
-        ("Turing", 2018, "7.5", "T4, RTX 2080", "fp16", "GTX 16xx: no Tensor Cores, known for fp16 NaNs"),
+        ("Turing", 2018, "7.5", "T4, RTX 2080", "fp16", "no Tensor Cores: GTX 16xx (fp16 NaNs), T1000, MX450"),
         ("Ampere", 2020, "8.0, 8.6", "A100, RTX 3090", "fp16 bf16 TF32", "bf16 needs no loss scaling"),
         ("Ada", 2022, "8.9", "L4, RTX 4090", "fp16 bf16 TF32 FP8", ""),
         ("Hopper", 2022, "9.0", "H100, H200", "fp16 bf16 TF32 FP8", ""),
