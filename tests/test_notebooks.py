@@ -159,6 +159,17 @@ def test_one_changed_number_makes_nbval_fail(tmp_path):
     assert outcomes["false"].returncode == 1 and "1 failed" in outcomes["false"].stdout
 
 
+def test_another_kind_of_cpu_trains_the_same_network_in_notebook_03(tmp_path, monkeypatch):
+    """Without vector instructions torch draws and sums float32 with other last bits, as other kinds of CPU do."""
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
+    notebook = nbformat.read(NOTEBOOKS / "03_loss_scaling.ipynb", as_version=4)
+    last = next(i for i, cell in enumerate(notebook.cells) if "loss of the last batch" in cell.source)
+    stored = list(text_outputs(notebook.cells[last]))
+    notebook.cells = notebook.cells[: last + 1]
+    nbformat.write(notebook, tmp_path / "start.ipynb")
+    assert list(text_outputs(execute(tmp_path / "start.ipynb").cells[last])) == stored
+
+
 # The experiment under other settings than the stored ones.
 
 QUICK = "ROUNDS, STEPS, EPOCHS, SEEDS = 4, 2, 1, range(2)\n"
