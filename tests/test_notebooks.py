@@ -221,7 +221,8 @@ def test_own_photographs_train_and_an_interrupt_keeps_what_was_measured(tmp_path
 
 
 def test_diverged_runs_are_reported_and_not_plotted_as_numbers(tmp_path, monkeypatch):
-    printed, saved = run_experiment("LR, FP16 = 1e20, True", tmp_path, monkeypatch)
+    few_images = OWN_PHOTOGRAPHS.format(folder=str(tmp_path))
+    printed, saved = run_experiment(few_images + "LR, FP16, EPOCHS = 1e20, True, 4", tmp_path, monkeypatch)
     assert printed.count("seeds that diverged: [0, 1]") == 3
     assert "diverged: 2 of 2 runs" in printed
     for arm in ("FP32", "fp16 + GradScaler", "bf16"):
