@@ -3,7 +3,6 @@
 import hashlib
 import os
 import platform
-import re
 import shutil
 import subprocess
 from importlib.metadata import version
@@ -15,16 +14,16 @@ import pynvml
 import torch
 
 # Formats: "Tensor Core data types" in NVIDIA's CUDA Programming Guide; FP6 and FP4: `mma` in the PTX ISA.
-# The rate of fp16 on Pascal: "Arithmetic instructions" in the CUDA Programming Guide.
+# Rates of fp16 without Tensor Cores: the throughput of arithmetic instructions, in the same guide.
 GENERATIONS = pd.DataFrame(
     [
-        ("Pascal", 2016, "6.0, 6.1", "P100, GTX 1080", "none", "GTX 10xx: fp16 at 1/64 of the rate of fp32"),
+        ("Pascal", 2016, "6.0, 6.1", "P100, GTX 1080", "none", "P100: fp16 at twice fp32's rate; GTX 10xx: 1/64"),
         ("Volta", 2017, "7.0", "V100", "fp16", "the first Tensor Cores"),
-        ("Turing", 2018, "7.5", "T4, RTX 2080", "fp16", "no Tensor Cores: GTX 16xx (fp16 NaNs), T1000, MX450"),
+        ("Turing", 2018, "7.5", "T4, RTX 2080", "fp16", "GTX 16xx, T1000: no Tensor Cores, fp16 at twice fp32"),
         ("Ampere", 2020, "8.0, 8.6", "A100, RTX 3090", "fp16 bf16 TF32", "bf16 needs no loss scaling"),
         ("Ada", 2022, "8.9", "L4, RTX 4090", "fp16 bf16 TF32 FP8", ""),
         ("Hopper", 2022, "9.0", "H100, H200", "fp16 bf16 TF32 FP8", ""),
-        ("Blackwell", 2024, "10.0, 12.0", "B200, RTX 5090", "fp16 bf16 TF32 FP8 FP6 FP4", "FP4 with block scales"),
+        ("Blackwell", 2024, "10.0, 12.0", "B200, RTX 5090", "fp16 bf16 TF32 FP8 FP6 FP4", "block scales: MXFP8, NVFP4"),
     ],
     columns=["generation", "since", "compute capability", "for example", "Tensor Core formats", "note"],
 ).set_index("generation")
@@ -33,11 +32,24 @@ GENERATIONS = pd.DataFrame(
 def pick_device():
     """The accelerator that torch sees (CUDA, Apple's MPS, ...), or else the CPU.
 
-    The environment variable HALF_THE_BITS_DEVICE ("cpu", "cuda:1") overrules it.
+    The environment variable HALF_THE_BITS_DEVICE ("cpu", "cuda:1") overrules it. A GPU that this PyTorch has no code
+    for is not picked.
     """
     if chosen := os.environ.get("HALF_THE_BITS_DEVICE"):
         return torch.device(chosen)
-    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    if device.type != "cuda" or torch.version.hip or _has_code(torch.cuda.get_device_capability()):
+        return device
+    name = torch.cuda.get_device_name()
+    print(f"This PyTorch has no code for {name}, so the CPU is used. README.md names one that has.")
+    return torch.device("cpu")
+
+
+def _has_code(capability):
+    """Whether this PyTorch was built for such a GPU: "sm_75" is code for 7.5 to 7.9, "compute_90" for 9.0 and later."""
+    codes = [code.split("_") for code in torch.cuda.get_arch_list()]
+    codes = [(kind, divmod(int(number.rstrip("af")), 10)) for kind, number in codes]
+    return any(since <= capability and (kind == "compute" or since[0] == capability[0]) for kind, since in codes)
 
 
 def loader_workers(at_most=8):
@@ -52,17 +64,16 @@ def loader_workers(at_most=8):
 
 
 def native_formats(device):
-    """Which formats the arithmetic units of `device` multiply: a dict from fp16, bf16, TF32 and FP8 to a bool.
+    """Which formats `device` has fast units for, Tensor Cores or others: a dict from fp16, bf16, TF32, FP8 to a bool.
 
-    The bool is None where torch has no way to tell (a GPU of another maker).
+    P100 and GTX 16xx have no Tensor Cores, but fp16 at twice the rate of fp32. The bool is None where torch has no way
+    to tell (a GPU of another maker).
     """
     if device.type == "cuda" and torch.version.hip is None:
         capability = torch.cuda.get_device_capability(device)
-        # Of compute capability 7.5 only these have Tensor Cores; GTX 16xx, T1000 and MX450 have none.
-        has_them = capability != (7, 5) or re.search(r"RTX|\bT4G?\b", torch.cuda.get_device_name(device))
-        tensor_cores = capability >= (7, 0) and bool(has_them)
         since = {"fp16": (7, 0), "bf16": (8, 0), "TF32": (8, 0), "FP8": (8, 9)}
-        return {name: tensor_cores and capability >= first for name, first in since.items()}
+        formats = {name: capability >= first for name, first in since.items()}
+        return formats | {"fp16": formats["fp16"] or capability == (6, 0)}
     if device.type == "cpu":
         flags = torch.cpu.get_capabilities()
         fp16 = any(flags.get(flag) for flag in ("avx512_fp16", "amx_fp16", "fp16_arith"))
@@ -79,13 +90,13 @@ def manifest(device):
     `commit`: of this checkout. What NVML cannot tell says why in its place.
     """
     return {
-        "device": _gpu(device) if device.type == "cuda" else _cpu(device),
+        "device": _gpu(device) if device.type == "cuda" else _cpu_or_other(device),
         "software": {
             "python": platform.python_version(),
             "platform": platform.platform(),
             "torch": torch.__version__,
             "cuda": torch.version.cuda,
-            "cudnn": torch.backends.cudnn.version(),
+            "cudnn": _cudnn(),
             "timm": version("timm"),
             "opencv": cv2.__version__,
         },
@@ -105,14 +116,22 @@ def manifest(device):
     }
 
 
-def _cpu(device):
-    return {
-        "type": device.type,
-        "name": torch.cpu.get_capabilities().get("cpu_name") or platform.processor() or platform.machine(),
-        "driver": None,
-        "threads": torch.get_num_threads(),
-        "instructions": torch.backends.cpu.get_cpu_capability(),
-    }
+def _cudnn():
+    try:
+        return torch.backends.cudnn.version()
+    except RuntimeError as error:  # this cuDNN does not run on one of the GPUs here
+        return f"unknown: {error}"
+
+
+def _cpu_or_other(device):
+    cpu = torch.cpu.get_capabilities().get("cpu_name") or platform.processor() or platform.machine()
+    facts = {"type": device.type, "name": cpu, "driver": None}
+    facts |= {"threads": torch.get_num_threads(), "instructions": torch.backends.cpu.get_cpu_capability()}
+    if device.type == "mps":
+        facts |= {"name": torch.backends.mps.get_name(), "cpu": cpu}
+    elif device.type != "cpu":  # Intel's "xpu", or another maker's
+        facts |= {"name": torch.get_device_module(device).get_device_name(device), "cpu": cpu}
+    return facts
 
 
 def _gpu(device):
@@ -183,7 +202,7 @@ def warnings(device):
         found.append(f"Whether others use this GPU too is not known. NVML says {facts['other_processes']}.")
     elif facts["other_processes"]:
         found.append(f"{facts['other_processes']} other process(es) use this GPU: times and device memory are shared.")
-    if 92301 <= (torch.backends.cudnn.version() or 0) <= 92400:
+    if isinstance(cudnn := _cudnn(), int) and 92301 <= cudnn <= 92400:
         found.append("cuDNN 9.23.1 to 9.24.0 is slow on depthwise convolutions like this model's: use another version.")
     return found
 

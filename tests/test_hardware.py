@@ -1,5 +1,6 @@
 import json
 import os
+import platform
 import subprocess
 from types import SimpleNamespace
 
@@ -7,7 +8,7 @@ import pynvml
 import pytest
 import torch
 
-from helpers import hardware
+from helpers import hardware, records
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -17,6 +18,48 @@ def test_device_can_be_chosen(monkeypatch):
     assert hardware.pick_device() == torch.device("meta")
     monkeypatch.delenv("HALF_THE_BITS_DEVICE")
     assert hardware.pick_device().type == (torch.accelerator.current_accelerator(check_available=True) or CPU).type
+
+
+@pytest.mark.parametrize(
+    "capability, runs",
+    [
+        ((6, 1), False),
+        ((7, 0), False),
+        ((7, 5), True),
+        ((8, 9), True),
+        ((9, 0), True),
+        ((11, 0), False),
+        ((12, 1), True),
+    ],
+)
+def test_gpu_for_which_torch_has_no_code_is_not_picked(monkeypatch, capsys, capability, runs):
+    monkeypatch.delenv("HALF_THE_BITS_DEVICE", raising=False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: CUDA)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_80", "sm_86", "sm_90a", "sm_100", "sm_120"])
+    assert hardware.pick_device() == (CUDA if runs else CPU)
+    assert ("no code for a GPU" in capsys.readouterr().out) != runs
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_50", "compute_60"])
+    assert hardware.pick_device() == CUDA, "PTX is compiled for any later GPU"
+
+
+def test_pinned_torch_has_no_code_below_turing():
+    """README and notebook 00 say so."""
+    if torch.version.cuda is None or int(torch.version.cuda.split(".")[0]) < 13:
+        pytest.skip("this PyTorch is built without CUDA, or for an older one")
+    assert not hardware._has_code((6, 0)) and not hardware._has_code((7, 0))
+    assert hardware._has_code((7, 5)) or platform.machine() != "x86_64"
+
+
+@pytest.mark.parametrize("kind", ["mps", "xpu"])
+def test_other_accelerators_bear_their_own_name(monkeypatch, kind):
+    monkeypatch.setattr(torch.backends.mps, "get_name", lambda: "the mps")
+    monkeypatch.setattr(torch.xpu, "get_device_name", lambda device: f"the {device.type}")
+    facts = hardware.manifest(torch.device(kind))["device"]
+    cpu = hardware.manifest(CPU)["device"]
+    assert (facts["type"], facts["name"], facts["cpu"]) == (kind, f"the {kind}", cpu["name"])
+    records.validate(records.new("test", "fp16", {"batch": 2}, {"seconds": 1.0}, hardware.manifest(torch.device(kind))))
 
 
 def test_manifest_of_a_cpu_is_complete_and_fit_for_json():
@@ -45,27 +88,23 @@ def test_native_formats_of_cpus(monkeypatch, flags, fp16, bf16):
 
 
 @pytest.mark.parametrize(
-    "name, capability, formats",
+    "capability, units, tensor_cores",
     [
-        ("Tesla P100", (6, 0), ""),
-        ("Tesla V100", (7, 0), "fp16"),
-        ("NVIDIA GeForce GTX 1660", (7, 5), ""),
-        ("NVIDIA T1000 8GB", (7, 5), ""),
-        ("Tesla T4", (7, 5), "fp16"),
-        ("NVIDIA GeForce RTX 2080", (7, 5), "fp16"),
-        ("NVIDIA A100", (8, 0), "fp16 bf16 TF32"),
-        ("NVIDIA L4", (8, 9), "fp16 bf16 TF32 FP8"),
-        ("NVIDIA H200", (9, 0), "fp16 bf16 TF32 FP8"),
+        ((6, 0), "fp16", "none"),
+        ((6, 1), "", "none"),
+        ((7, 0), "fp16", "fp16"),
+        ((7, 5), "fp16", "fp16"),
+        ((8, 0), "fp16 bf16 TF32", "fp16 bf16 TF32"),
+        ((8, 9), "fp16 bf16 TF32 FP8", "fp16 bf16 TF32 FP8"),
+        ((9, 0), "fp16 bf16 TF32 FP8", "fp16 bf16 TF32 FP8"),
+        ((12, 0), "fp16 bf16 TF32 FP8", "fp16 bf16 TF32 FP8 FP6 FP4"),
     ],
 )
-def test_native_formats_of_gpus_agree_with_the_table(monkeypatch, name, capability, formats):
+def test_native_formats_of_gpus_and_the_table_of_generations(monkeypatch, capability, units, tensor_cores):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    assert [f for f, native in hardware.native_formats(CUDA).items() if native] == formats.split()
+    assert [f for f, native in hardware.native_formats(CUDA).items() if native] == units.split()
     table = hardware.GENERATIONS.set_index("compute capability")["Tensor Core formats"]
-    rows = [row for key, row in table.items() if f"{capability[0]}.{capability[1]}" in key]
-    if formats or capability != (7, 5):
-        assert rows == [formats or "none"]
+    assert [row for key, row in table.items() if f"{capability[0]}.{capability[1]}" in key] == [tensor_cores]
 
 
 def test_other_accelerators_are_unknown_rather_than_guessed():
@@ -145,3 +184,13 @@ def test_slow_cudnn_is_flagged(gpu, monkeypatch, version, slow):
     gpu.pop()
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
     assert any("depthwise" in warning for warning in hardware.warnings(CUDA)) == slow
+
+
+def test_cudnn_that_does_not_run_here_is_said_and_not_fatal(gpu, monkeypatch):
+    def refuses():
+        raise RuntimeError("cuDNN version 92600 is not compatible with devices with SM < 7.5.")
+
+    monkeypatch.setattr(torch.backends.cudnn, "version", refuses)
+    for device in (CUDA, CPU):
+        assert "not compatible with devices" in hardware.manifest(device)["software"]["cudnn"]
+    assert not any("depthwise" in warning for warning in hardware.warnings(CUDA))
