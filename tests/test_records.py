@@ -13,6 +13,7 @@ import torch
 
 from helpers import records
 from helpers.hardware import manifest
+from tests import invented
 
 CPU = torch.device("cpu")
 
@@ -21,6 +22,19 @@ CPU = torch.device("cpu")
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HALF_THE_BITS_SAVE_TO", str(tmp_path))
     return tmp_path
+
+
+@pytest.fixture(params=["alone", "beside invented records"])
+def company(request, folder):
+    """The suite's records, once alone and once with records of other machines beside them."""
+    if request.param != "alone":
+        invented.write(folder)
+
+
+def of_the_suite(experiment):
+    """The records of an experiment that were made on the suite's own machine."""
+    found = [r for r in records.load_all() if r["what"]["experiment"] == experiment]
+    return [r for r in found if r["device"]["name"] == "AMD EPYC"]
 
 
 def a_record(**results):
@@ -87,12 +101,29 @@ def test_broken_file_is_named(folder):
         records.load_all()
 
 
-def test_published_figures_are_labelled_as_such():
+def test_published_figures_are_labelled_as_such(company):
     published = [r for r in records.load_all() if r["kind"] == "published"]
-    assert len(published) == 6 and all(r["unknown"] and r["source"] for r in published)
+    assert len(published) >= 6 and all(r["unknown"] and r["source"] for r in published)
     claimed = copy.deepcopy(published[0]) | {"kind": "measured"}
     with pytest.raises(records.RecordError):
         records.validate(claimed)
+
+
+def test_figures_of_the_blog_posts_name_their_post():
+    published = [r for r in records.load_all() if r["what"]["experiment"] == "07 published"]
+    assert len(published) == 4 and all("如何使用 PyTorch 进行半精度训练" in r["source"] for r in published)
+
+
+def test_invented_records_are_marked_and_not_in_the_suite(folder):
+    assert not list(records.RECORDS.glob("*INVENTED*"))
+    assert not [r for r in records.load_all() if "INVENTED" in r["device"]["name"]]
+    assert invented.write(folder) == len(list(folder.iterdir())) > 10
+    assert all("INVENTED" in json.loads(path.read_text())["device"]["name"] for path in folder.iterdir())
+    speed = {}
+    for record in records.load_all():
+        if record["what"]["experiment"] == "07 step" and record["device"]["name"] == "INVENTED H200":
+            speed[record["what"]["arm"]] = 1 / statistics.median(record["results"]["block_seconds"])
+    assert speed["bf16"] == pytest.approx(invented.FASTER * speed["FP32"])
 
 
 WRITER = """
@@ -119,8 +150,8 @@ def test_writer_killed_in_the_middle_leaves_only_whole_records(folder):
     assert len([r for r in records.load_all() if r["what"]["experiment"] == "killed"]) == 1
 
 
-def test_the_best_recorded_loader_is_four_times_the_posts():
-    (record,) = [r for r in records.load_all() if r["what"]["experiment"] == "08 data path"]
+def test_the_best_recorded_loader_is_four_times_the_posts(company):
+    (record,) = of_the_suite("08 data path")
     seconds = {arm: statistics.median(blocks) for arm, blocks in record["results"]["blocks"].items()}
     posts = min(time for arm, time in seconds.items() if arm.startswith("posts' float32"))
     assert record["device"]["type"] == "cpu" and record["device"]["threads"] == 2
@@ -133,8 +164,8 @@ def test_the_best_recorded_loader_is_four_times_the_posts():
     )
 
 
-def test_the_recorded_ladder_s_rungs_add_up_to_the_whole():
-    ladder = [r for r in records.load_all() if r["what"]["experiment"] == "08 ladder"]
+def test_the_recorded_ladder_s_rungs_add_up_to_the_whole(company):
+    ladder = of_the_suite("08 ladder")
     assert len({(r["commit"], r["device"]["name"], r["what"]["config"]["workers"]) for r in ladder}) == 1, "one run"
     gains = {}
     for record in ladder:
