@@ -34,9 +34,9 @@ class Launch:
 def torchrun(script, *arguments, processes=2, options=("--standalone",), timeout=120):
     """Run `torchrun OPTIONS --nproc-per-node PROCESSES SCRIPT ARGUMENTS` to its end; what it left, as a Launch.
 
-    `--standalone` is one machine and a free port. The processes share the cores evenly. If `timeout` seconds pass, or
-    the notebook's stop button is pressed, torchrun and all that it started are killed. Raises TimeoutError in the first
-    case, FileNotFoundError for a script that is not there.
+    `--standalone` is one machine and a free port. The processes share the cores evenly, and print without colours.
+    If `timeout` seconds pass, or the notebook's stop button is pressed, torchrun and all that it started are killed.
+    Raises TimeoutError in the first case, FileNotFoundError for a script that is not there.
     """
     if not Path(script).is_file():
         raise FileNotFoundError(f"no script {script}; run the cell that writes it first")
@@ -44,7 +44,9 @@ def torchrun(script, *arguments, processes=2, options=("--standalone",), timeout
         command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}", *options]
         command += ["--log-dir", logs, "--redirects", "3", str(script), *map(str, arguments)]
         threads = max(1, psutil.cpu_count() // processes)  # else each takes all cores, and they wait for each other
-        variables = os.environ | {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+        # A notebook's kernel sets FORCE_COLOR: errors would come with the codes of colours in them.
+        plain = {"PYTHON_COLORS": "0", "NO_COLOR": "1"}
+        variables = os.environ | plain | {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
         report = Path(logs) / "report"
         with report.open("w") as file:
             agent = psutil.Popen(command, stdout=subprocess.DEVNULL, stderr=file, env=variables)

@@ -57,6 +57,22 @@ def test_an_error_in_one_process_ends_all_and_is_told(script):
     assert "ChildFailedError" in launch.message and "failed" in str(launch)
 
 
+# What Python does from 3.13 on, for the Pythons before it.
+COLOURS = """
+import os, sys
+if sys.version_info < (3, 13) and "FORCE_COLOR" in os.environ and "NO_COLOR" not in os.environ:
+    sys.excepthook = lambda kind, error, _: print(f"\033[1;35m{kind.__name__}\033[0m: {error}", file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("variable", ["FORCE_COLOR", "PYTHON_COLORS"])
+def test_errors_are_read_where_colours_are_asked_for(variable, script, monkeypatch):
+    monkeypatch.setenv(variable, "1")
+    launch = torchrun(script(f"{COLOURS}\nraise ValueError('on purpose')"), processes=1)
+    assert launch.errors == ["ValueError: on purpose"]
+    assert launch.message.startswith("torch.distributed.elastic.multiprocessing.errors.ChildFailedError:")
+
+
 def test_a_restarted_process_goes_on_where_it_ended(script):
     path = script("import os\ncount = os.environ['TORCHELASTIC_RESTART_COUNT']\nprint(count)\nassert count == '1'")
     launch = torchrun(path, processes=1, options=("--standalone", "--max-restarts=1"))
