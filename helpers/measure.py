@@ -126,23 +126,34 @@ class Ratio:
         return f"{self.value:.2f} [{self.low:.2f}, {self.high:.2f}]"
 
 
-def _ratio_of_medians(numerator, denominator, axis):
-    return np.median(numerator, axis=axis) / np.median(denominator, axis=axis)
-
-
-def speedup(times, arm, baseline, confidence=0.95, seed=0):
-    """How many times faster `arm` is than `baseline`: the ratio of median block times, with SciPy's bootstrap
-    percentile interval over rounds (both arms of a round are drawn together). `times` is what `compare` returned.
+def product(*speedups, confidence=0.95, seed=0):
+    """The product of speed-ups, each given as `(times, arm, baseline)`: ratios of median block times, with SciPy's
+    bootstrap percentile interval over rounds (all arms of a round are drawn together, in all comparisons alike).
     With fewer than 2 rounds there is no interval, and all three numbers are NaN.
     """
-    by_round = times.pivot(index="round", columns="arm", values="seconds")
-    if len(by_round) < 2:
+    samples = []
+    for times, arm, baseline in speedups:
+        by_round = times.pivot(index="round", columns="arm", values="seconds")
+        samples += [by_round[baseline].to_numpy(), by_round[arm].to_numpy()]
+    rounds = min(map(len, samples))  # an interrupted comparison has fewer
+    if rounds < 2:
         return Ratio(math.nan, math.nan, math.nan)
-    samples = by_round[baseline].to_numpy(), by_round[arm].to_numpy()
+    samples = [sample[:rounds] for sample in samples]
     interval = bootstrap(
         samples, _ratio_of_medians, paired=True, confidence_level=confidence, method="percentile", rng=seed
     ).confidence_interval
     return Ratio(float(_ratio_of_medians(*samples, axis=0)), float(interval.low), float(interval.high))
+
+
+def _ratio_of_medians(*samples, axis):
+    medians = [np.median(sample, axis=axis) for sample in samples]
+    return np.prod(medians[::2], axis=0) / np.prod(medians[1::2], axis=0)
+
+
+def speedup(times, arm, baseline, confidence=0.95, seed=0):
+    """How many times faster `arm` is than `baseline`, with its interval, as `product` of one. `times` is what `compare`
+    returned."""
+    return product((times, arm, baseline), confidence=confidence, seed=seed)
 
 
 def summary(times, images, baseline):

@@ -98,6 +98,17 @@ def test_interval_covers_the_truth_about_as_often_as_it_says():
     assert 51 <= hits <= 60  # 95% of 60 is 57
 
 
+def test_a_product_of_speedups_has_an_interval_and_ends_at_the_shortest_comparison():
+    rng = np.random.default_rng(0)
+    draw = lambda seconds, rounds=40: rng.normal(seconds, 0.05 * seconds, rounds)
+    first, second = table(a=draw(2.0), b=draw(1.0)), table(b=draw(1.0, 30), c=draw(1.0, 30))
+    single, both = measure.speedup(first, "b", "a"), measure.product((first, "b", "a"), (second, "c", "b"))
+    assert 2 in both and both.high - both.low > single.high - single.low
+    assert measure.product((first, "b", "a")) == single
+    assert measure.product((first, "b", "a"), (first, "a", "b")).value == pytest.approx(1)
+    assert np.isnan(measure.product((first, "b", "a"), (table(b=[1.0], c=[1.0]), "c", "b")).low)
+
+
 def test_summary_table():
     summary = measure.summary(table(base=[0.1, 0.2, 0.3], twice=[0.05, 0.1, 0.15]), images=32, baseline="base")
     assert summary.index.tolist() == ["base", "twice"]
