@@ -34,12 +34,20 @@ def _mark(axes, marks):
 def bars(values, title, unit, low=None, high=None, reference=None):
     """Horizontal bars of a Series, each labelled with its number; `low` and `high` (Series) add intervals.
 
-    `reference` draws a vertical line, 1 for instance where the values are ratios.
+    `reference` draws a vertical line, 1 for instance where the values are ratios. A bar whose interval contains it has
+    decided nothing: it is grey and hatched.
     """
     axes = _axes(title, height=0.9 + 0.45 * len(values))
-    colors = sns.color_palette("colorblind", len(values))
+    colors, hatches = sns.color_palette("colorblind", len(values)), None
+    words = {name: f"{value:,.3g}" for name, value in values.items()}
+    if low is not None and reference is not None:
+        undecided = (low <= reference) & (reference <= high)
+        colors = ["0.75" if grey else colors[0] for grey in undecided]
+        hatches = ["//" if grey else "" for grey in undecided]
+        words = {name: f"{words[name]}, from {low[name]:,.3g} to {high[name]:,.3g}" for name in words}
+        unit += f"; grey: the interval contains {reference:g}" if undecided.any() else ""
     error = None if low is None else [(values - low).clip(lower=0), (high - values).clip(lower=0)]
-    axes.barh(values.index, values, color=colors, xerr=error, capsize=4, height=0.65)
+    axes.barh(values.index, values, color=colors, hatch=hatches, xerr=error, capsize=4, height=0.65, edgecolor="white")
     ends = values if high is None else high
     for row, (value, end) in enumerate(zip(values, ends)):
         axes.annotate(f"{value:,.3g}", (end, row), xytext=(6, 0), textcoords="offset points", va="center")
@@ -47,7 +55,7 @@ def bars(values, title, unit, low=None, high=None, reference=None):
         axes.axvline(reference, color="black", linewidth=1, linestyle="--")
     axes.set(xlabel=unit, xlim=(0, 1.15 * max(ends)))
     axes.invert_yaxis()
-    _show(axes.figure, f"Bar chart: {title}. {unit}", values)
+    _show(axes.figure, f"Bar chart: {title}. {unit}", words)
 
 
 def stacked_bars(table, title, unit):

@@ -33,13 +33,25 @@ def texts(figure):
 def test_bars_carry_their_numbers_intervals_and_reference(figure):
     speed = pd.Series({"FP32": 1.0, "bf16": 1.62})
     drawn = figure(plots.bars, speed, "Speed", "times", low=speed - 0.1, high=speed + 0.2, reference=1)
-    assert {"Speed", "times", "FP32", "bf16", "1.62"} <= set(texts(drawn))
+    assert {"Speed", "times; grey: the interval contains 1", "FP32", "bf16", "1.62"} <= set(texts(drawn))
     axes = drawn.axes[0]
     assert [round(bar.get_width(), 2) for bar in axes.patches] == [1.0, 1.62]
     assert axes.get_xlim()[0] == 0, "a bar that does not begin at 0 lies"
     (intervals,) = [part for part in axes.containers if isinstance(part, matplotlib.container.ErrorbarContainer)]
     low, high = intervals.lines[2][0].get_segments()[1][:, 0]
     assert (round(low, 2), round(high, 2)) == (1.52, 1.82)
+    assert drawn.alt == (
+        "Bar chart: Speed. times; grey: the interval contains 1: FP32 1, from 0.9 to 1.2; bf16 1.62, from 1.52 to 1.82."
+    )
+    equal, faster = axes.patches
+    assert equal.get_facecolor() == matplotlib.colors.to_rgba("0.75") != faster.get_facecolor()
+    assert equal.get_hatch() and not faster.get_hatch()
+
+
+def test_bars_without_a_reference_are_not_grey(figure):
+    speed = pd.Series({"FP32": 1.0, "bf16": 1.62})
+    drawn = figure(plots.bars, speed, "Speed", "times", low=speed - 0.1, high=speed + 0.2)
+    assert len({bar.get_facecolor() for bar in drawn.axes[0].patches}) == 2
     assert drawn.alt == "Bar chart: Speed. times: FP32 1; bf16 1.62."
 
 
