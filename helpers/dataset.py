@@ -101,9 +101,10 @@ class ImageDataset(Dataset):
     Item i is `(image, label)`: float32 tensors of shape (3, height, width), RGB in [0, 1], and (1,).
     `size` is OpenCV's (width, height). With `check=True` every file is decoded once, here, with a progress bar;
     DatasetError names all that cannot be decoded. `check=False` is for files that have been checked before.
+    `crop` below 1 is augmentation: each image is a random window, that share of its height and of its width.
     """
 
-    def __init__(self, table, size=(384, 512), check=True):
+    def __init__(self, table, size=(384, 512), check=True, crop=1.0):
         width, height = size
         if width < 1 or height < 1:
             raise ValueError(f"size is (width, height) in pixels, at least (1, 1); got {size}")
@@ -111,7 +112,7 @@ class ImageDataset(Dataset):
             raise DatasetError("The table has no rows. Give a table from load_table with at least one image.")
         self.files = table.file.tolist()
         self.labels = torch.tensor(table.label.to_numpy(), dtype=torch.float32).unsqueeze(1)
-        self.size = (width, height)
+        self.size, self.crop = (width, height), crop
         if check:
             lines = table.line if "line" in table else table.index
             rows = progress(zip(lines, self.files), total=len(self.files), desc="Checking images")
@@ -120,12 +121,24 @@ class ImageDataset(Dataset):
     def __len__(self):
         return len(self.files)
 
-    def __getitem__(self, index):
+    def decoded(self, index):
+        """The whole image as its file has it: uint8, (height, width, 3), RGB."""
         image = read_image(self.files[index])
         if image is None:
             raise DatasetError(_unreadable(self.files[index]))
-        image = cv2.resize(image, self.size)
-        return torch.from_numpy(image).permute(2, 0, 1).float().div(255), self.labels[index]
+        return image
+
+    def resized(self, index, out=None):
+        """The image, or a random window of it, at the dataset's size; into the array `out` if there is one."""
+        image = self.decoded(index)
+        if self.crop < 1:
+            height, width = (max(1, round(self.crop * side)) for side in image.shape[:2])
+            top, left = (int(torch.randint(n, ())) for n in (image.shape[0] - height + 1, image.shape[1] - width + 1))
+            image = image[top : top + height, left : left + width]
+        return cv2.resize(image, self.size, dst=out)
+
+    def __getitem__(self, index):
+        return torch.from_numpy(self.resized(index)).permute(2, 0, 1).float().div(255), self.labels[index]
 
 
 def _unreadable(file):
@@ -171,6 +184,31 @@ def write_digits(folder, side=32):
     train, held_out = train_test_split(table, test_size=0.2, stratify=table.digit, random_state=0)
     train.sort_index().to_csv(folder / "train.csv", index=False, lineterminator="\n")
     held_out.sort_index().to_csv(folder / "held_out.csv", index=False, lineterminator="\n")
+
+
+def write_photographs(folder, count=64, size=(1632, 1224)):
+    """Write `count` JPEG files of a photograph's size, 2 megapixels and half a megabyte; returns their train.csv.
+
+    They are made, not taken: a digit in each, enlarged, over coarse and fine noise, so that a decoder has as much to do
+    as with a photograph. The labels are those of `write_digits`.
+    """
+    folder, (width, height), random = Path(folder), size, np.random.default_rng(0)
+    (folder / "photographs").mkdir(parents=True, exist_ok=True)
+    scene = np.full((height, width, 3), 100, np.float32) + 6 * random.standard_normal((height, width, 3), np.float32)
+    for grains in (4, 16, 64, 256):
+        grain = random.standard_normal((3 * grains // 4, grains, 3), np.float32)
+        scene += 40 / grains**0.4 * cv2.resize(grain, size, interpolation=cv2.INTER_CUBIC)
+    scene, digits = scene.clip(0, 255).astype(np.uint8), load_digits()
+    names = [f"{i:04d}.jpg" for i in range(count)]
+    chosen = np.arange(count) % len(digits.target)
+    for name, digit in progress(zip(names, digits.images[chosen]), total=count, desc="Writing photographs"):
+        grey = cv2.resize((10 * digit).astype(np.uint8), size, interpolation=cv2.INTER_CUBIC)
+        place = (random.integers(height), random.integers(width))
+        image = cv2.add(np.roll(scene, place, (0, 1)), cv2.merge([grey] * 3))
+        cv2.imwrite(str(folder / "photographs" / name), image, [cv2.IMWRITE_JPEG_QUALITY, 90])
+    table = pd.DataFrame({"image": names, "path": "photographs", "label": digits.target[chosen] % 2})
+    table.to_csv(folder / "train.csv", index=False, lineterminator="\n")
+    return folder / "train.csv"
 
 
 def write_pets(folder, download=True):

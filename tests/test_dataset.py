@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import cv2
 import numpy as np
 import pandas as pd
@@ -15,6 +17,7 @@ from helpers.dataset import (
     read_image,
     write_digits,
     write_pets,
+    write_photographs,
 )
 
 RED = np.zeros((40, 60, 3), np.uint8) + np.array([200, 30, 10], np.uint8)  # RGB
@@ -207,3 +210,27 @@ def test_pets_from_a_tiny_set_laid_out_the_same_way(tmp_path, capsys):
     assert "Bengal_4.jpg" in capsys.readouterr().out
     with pytest.raises(RuntimeError, match="not found"):
         write_pets(tmp_path / "nowhere", download=False)
+
+
+def test_a_crop_is_a_random_window_of_the_image(tmp_path):
+    ramp = np.arange(100, dtype=np.uint8)[:, None].repeat(100, 1)
+    Image.fromarray(ramp).save(tmp_path / "ramp.png")
+    table = load_table(write_csv(tmp_path, ["ramp.png,.,1"]))
+    whole, cut = ImageDataset(table, (100, 100)), ImageDataset(table, (50, 50), crop=0.5)
+    state = torch.get_rng_state()
+    assert (whole[0][0] * 255).round().flatten().unique().numel() == 100
+    assert torch.equal(torch.get_rng_state(), state), "no random number is drawn where nothing is cropped"
+    tops = [int((cut[0][0][0, 0, 0] * 255).round()) for _ in range(200)]
+    assert min(tops) < 5 and max(tops) in range(46, 51), "the windows reach both ends and leave neither"
+    rows = (cut[0][0][0, :, 0] * 255).round()
+    assert (rows.diff() == 1).all(), "a window of half the size, not the whole, shrunk"
+
+
+def test_made_photographs_are_as_large_as_real_ones(tmp_path):
+    table = load_table(write_photographs(tmp_path, count=3))
+    assert table.label.tolist() == [0, 1, 0]
+    for file in table.file:
+        assert read_image(file).shape == (1224, 1632, 3)
+        assert 3e5 < Path(file).stat().st_size < 8e5
+    first, second = (read_image(file).astype(int) for file in table.file[:2])
+    assert abs(first - second).mean() > 5, "each has a scene of its own"
