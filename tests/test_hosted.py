@@ -374,6 +374,23 @@ def test_without_data_a_notebook_shows_one_sentence(tmp_path, first_error):
     assert error == f"NotReady: There is no {tmp_path / 'data'}. Put data/ beside helpers/."
 
 
+WARNS = """
+import warnings
+warnings.warn("Guards may run slower on Python 3.13.0. Consider upgrading to Python 3.13.1+.", RuntimeWarning)
+warnings.warn("invalid escape sequence", SyntaxWarning)
+warnings.warn("overflow", RuntimeWarning)
+"""
+
+
+def test_what_only_some_pythons_warn_of_is_not_compared(tmp_path, monkeypatch):
+    for variable, value in environment(tmp_path).items():
+        monkeypatch.setenv(variable, value)
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(WARNS)])
+    NotebookClient(notebook, kernel_name="python3").execute()
+    (output,) = notebook.cells[0].outputs
+    assert "overflow" in output.text and "Guards" not in output.text and "escape" not in output.text
+
+
 NEWEST = next(pin for pin in PROJECT["tool"]["uv"]["constraint-dependencies"] if pin.startswith("torch=="))
 
 
