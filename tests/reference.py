@@ -20,7 +20,7 @@ def environment(save_to):
         "PYTHONDONTWRITEBYTECODE": "",  # compiling torch's modules anew would double the time of each import
         "PYTHONHASHSEED": "0",
         # About this machine's Python, not about a notebook: 3.13.0 makes compiled models slower, and from 3.12 on a
-        # package with an escape like "\\." warns once, when it is imported for the first time.
+        # package with an escape like "\." warns once, when it is imported for the first time.
         "PYTHONWARNINGS": "ignore:Guards may run slower:RuntimeWarning,ignore::SyntaxWarning",
         "TQDM_DISABLE": "1",
     }
