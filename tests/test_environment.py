@@ -129,7 +129,7 @@ def test_helpers_stay_small_and_have_no_cycles():
     lines = {name: len(text.splitlines()) for name, text in modules.items()}
     checks = {name: count for name, count in lines.items() if name.startswith("check.notebook_")}
     assert max(checks.values()) <= 160, "the checks of one notebook"
-    assert sum(lines.values()) - sum(checks.values()) <= 2530
+    assert sum(lines.values()) - sum(checks.values()) <= 2600
     needs = {
         name: set(re.findall(r"^from helpers(?:\.| import )([\w.]+)", text, re.MULTILINE)) & set(modules)
         for name, text in modules.items()
