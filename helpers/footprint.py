@@ -1,7 +1,7 @@
 """Memory and time of a training step, predicted: from fake tensors, which have a shape, a dtype and no memory.
 
 Neither the GPU nor its memory is needed. What a real step adds, and no prediction here contains: the CUDA context, the
-workspaces of cuDNN and cuBLAS, the allocator's cache, and the time between two kernels.
+workspaces of cuDNN and cuBLAS, the allocator's cache, and the time to launch kernels.
 """
 
 import copy
@@ -27,17 +27,18 @@ from torch.utils.flop_counter import conv_flop_count, flop_registry
 
 from helpers.autocast import autocast_on, on_device
 
-# Rates in TFLOP/s without sparsity, those of 16-bit formats with sums in float32; bandwidth in GB/s; memory in GB, as
-# the cards are sold (the driver may report a few percent more).
+# Memory in GiB: a card sold with 24 GB has 24 GiB, and the driver keeps up to 2% of it. Bandwidth in GB/s, 1e9 bytes.
+# Rates in TFLOP/s without sparsity (a datasheet that gives those with sparsity gives twice as much), those of 16-bit
+# formats with sums in float32. Each row is one column of its source.
 GPUS = pd.DataFrame(
     [
-        ("V100", 16, 900, 15.7, math.nan, 125, math.nan, "NVIDIA V100 datasheet, SXM2"),
-        ("RTX 3090", 24, 936, 35.6, 35.6, 71, 71, "NVIDIA GA102 whitepaper, appendix A"),
-        ("A100", 80, 2039, 19.5, 156, 312, 312, "NVIDIA A100 datasheet, SXM 80 GB"),
-        ("RTX 4090", 24, 1008, 82.6, 82.6, 165.2, 165.2, "NVIDIA Ada whitepaper, appendix A"),
-        ("H100", 80, 3350, 66.9, 494.7, 989.4, 989.4, "NVIDIA H100 whitepaper, SXM5; bandwidth: datasheet"),
-        ("H200", 141, 4800, 66.9, 494.7, 989.4, 989.4, "NVIDIA H200 datasheet, SXM; rates as of the H100"),
-        ("B200", 180, 7700, 75, 1125, 2250, 2250, "NVIDIA Blackwell datasheet, an eighth of an HGX B200"),
+        ("V100", 16, 900, 15.7, math.nan, 125, math.nan, "NVIDIA V100 datasheet, V100 SXM2"),
+        ("RTX 3090", 24, 936, 35.6, 35.6, 71, 71, "NVIDIA GA102 whitepaper, appendix A, RTX 3090"),
+        ("A100", 80, 2039, 19.5, 156, 312, 312, "NVIDIA A100 datasheet, A100 80GB SXM"),
+        ("RTX 4090", 24, 1008, 82.6, 82.6, 165.2, 165.2, "NVIDIA Ada whitepaper, appendix A, RTX 4090"),
+        ("H100", 80, 3350, 67, 494.5, 989.5, 989.5, "NVIDIA H100 datasheet, H100 SXM"),
+        ("H200", 141, 4800, 67, 494.5, 989.5, 989.5, "NVIDIA H200 datasheet, H200 SXM"),
+        ("B200", 180, 7700, 75, 1100, 2250, 2250, "NVIDIA Blackwell datasheet, HGX B200, one GPU"),
     ],
     columns=["gpu", "memory", "bandwidth", "fp32", "tf32", "fp16", "bf16", "source"],
 ).set_index("gpu")
@@ -108,7 +109,7 @@ class _Recorder(TorchDispatchMode):
             {
                 "phase": self.phase,
                 "op": func.name().split("::")[1],
-                "groups": _groups(func, args),
+                "depthwise": _is_depthwise(func, args),
                 "dtype": dtypes[0] if dtypes else "",
                 "flops": _flops(func, args, kwargs, result),
                 "bytes": _traffic(func, args, kwargs, result),
@@ -132,9 +133,10 @@ def _tensors(tree):
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def _groups(func, args):
-    position = {"aten::convolution": 8, "aten::convolution_backward": 9}.get(func.name())
-    return args[position] if position else 1
+def _is_depthwise(func, args):
+    """Whether a convolution filters each channel alone: its weight has one input channel, and there are groups."""
+    weight, groups = {"aten::convolution": (1, 8), "aten::convolution_backward": (2, 9)}.get(func.name(), (0, 0))
+    return bool(groups) and args[groups] > 1 and args[weight].shape[1] == 1
 
 
 def _flops(func, args, kwargs, result):
@@ -346,7 +348,7 @@ def predict_memory(build_model, input_shape, precision, optimizer="sgd_momentum"
     precision: "fp32" or "tf32" (the same memory), "fp16" or "bf16" (autocast), "pure_bf16" (weights and images too).
     optimizer: a key of `OPTIMIZERS`, or a function that takes the weights and returns an optimizer.
     device_type: "cuda", or "cpu". A CPU keeps other things: its autocast has other rules for softmax and layer_norm,
-        its dropout keeps a float mask, its attention with a mask keeps the softmax.
+        its dropout keeps a float mask, its attention with a mask that is learned keeps the softmax.
 
     On "cuda", attention is what Ampere and newer take: flash attention in 16 bits, memory-efficient attention in
     float32 and with a mask. The reserve that batch norm keeps in channels_last is left out. The optimizer goes through
@@ -409,12 +411,12 @@ def largest_batch(gpu_memory, build_model, image_shape, precision, optimizer="sg
 
 @dataclass(frozen=True)
 class TimeEstimate:
-    """The least time that a training step can take on a GPU: its arithmetic and its memory traffic, nothing else.
+    """The time of a training step on a GPU by the roofline: its arithmetic and its memory traffic, nothing else.
 
     `flops`: a multiply-add of a convolution, a matrix product or attention counts 2, all else 0. `bytes`: what the ops
     read and write, each tensor once an op. `seconds`: the larger of arithmetic and traffic, summed over the ops;
-    `bound`: "memory" or "compute", whichever makes up most of it. `ops`: a row an op, with its phase, groups (of a
-    convolution), dtype, flops, bytes, intensity (FLOPs a byte), seconds and bound.
+    `bound`: "memory" or "compute", whichever makes up most of it. `ops`: a row an op, with its phase, depthwise
+    (whether it is such a convolution), dtype, flops, bytes, intensity (FLOPs a byte), seconds and bound.
     """
 
     flops: int
@@ -426,13 +428,17 @@ class TimeEstimate:
 
 
 def roofline(build_model, input_shape, precision, gpu, optimizer="sgd_momentum"):
-    """The least time of a training step on one of `GPUS`, as a TimeEstimate.
+    """The time of a training step on one of `GPUS` by the roofline, as a TimeEstimate.
 
-    An op takes at least its FLOPs over the GPU's rate for its dtype, and at least its bytes over the bandwidth
-    (S. Williams, A. Waterman, D. Patterson: Roofline, CACM 52(4), 2009, doi:10.1145/1498765.1498785). The ops are those
+    An op takes its FLOPs over the GPU's rate for its dtype, or its bytes over the bandwidth, whichever is longer
+    (S. Williams, A. Waterman, D. Patterson: Roofline, CACM 52(4), 2009, doi:10.1145/1498765.1498785). A depthwise
+    convolution has no sum over channels, so nothing for Tensor Cores: its rate is that of float32. The ops are those
     of eager mode; torch.compile fuses many of them and saves traffic. "fp32" is IEEE float32 and "tf32" TF32 in every
     op; PyTorch's default on Ampere and newer is in between, TF32 in convolutions only. The other arguments are
     `predict_memory`'s.
+
+    No strict bound: Winograd's algorithm needs fewer multiplications than are counted, a tensor that stays in the L2
+    cache is not read from memory. And a real step launches a kernel for each op, a few microseconds each on the CPU.
 
     Raises ValueError for an unknown GPU, precision or optimizer, and for a precision that the GPU has no units for.
     """
@@ -446,7 +452,8 @@ def roofline(build_model, input_shape, precision, gpu, optimizer="sgd_momentum")
     rates = {"float32": wide, "float16": peaks.fp16, "bfloat16": peaks.bf16}
     ops = pd.DataFrame(seen.rows)
     ops = ops[ops.bytes > 0].reset_index(drop=True)
-    arithmetic = ops.flops / ops.dtype.map(rates).fillna(wide) / 1e12
+    rate = ops.dtype.map(rates).fillna(wide).mask(ops.depthwise, peaks.fp32)
+    arithmetic = ops.flops / rate / 1e12
     traffic = ops.bytes / peaks.bandwidth / 1e9
     ops["intensity"] = ops.flops / ops.bytes
     ops["seconds"] = np.maximum(arithmetic, traffic)

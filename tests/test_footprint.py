@@ -372,6 +372,17 @@ def test_flops_of_a_convolution_count_its_groups(groups):
     assert by_phase.backward == forward, "the weights' gradient; the images need none"
 
 
+@pytest.mark.parametrize(("groups", "rate"), [(1, 312e12), (2, 312e12), (8, 19.5e12)])
+def test_a_depthwise_convolution_has_no_tensor_cores(groups, rate, monkeypatch):
+    """Nor has its backward. A bandwidth without end leaves arithmetic as the only limit."""
+    monkeypatch.setattr(footprint, "GPUS", GPUS.assign(bandwidth=math.inf))
+    ops = roofline(convolution(groups), (2, 8, 16, 16), "fp16", "A100").ops
+    ops = ops[ops.flops > 0]
+    assert list(ops.phase) == ["forward", "backward"]
+    assert (ops.depthwise == (groups == 8)).all()
+    assert ops.seconds.tolist() == pytest.approx((ops.flops / rate).tolist())
+
+
 def test_torchs_own_counter_forgets_the_groups():
     """The reason for a formula of our own. If this fails, torch has mended it, and ours can go."""
     model = convolution(8)()
@@ -424,6 +435,8 @@ def test_rates_are_dense_and_complete(gpu):
     assert row.fp32 < row.fp16
     assert row.source
     assert math.isnan(row.tf32) == math.isnan(row.bf16) == (gpu == "V100")
+    if gpu in ("A100", "H100", "H200", "B200"):  # the RTX cards multiply in TF32 as fast as in fp32
+        assert row.fp16 == row.bf16 == pytest.approx(2 * row.tf32, rel=0.03)
     estimate = roofline(convolution(1), (2, 8, 16, 16), "fp16", gpu)
     assert estimate.seconds > 0
 

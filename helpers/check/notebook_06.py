@@ -59,7 +59,7 @@ def kept_bytes(answer):
 
 @says
 def best_time(answer):
-    """`answer(flops, bytes, rate, bandwidth)` is the least time of an op, and what it waits for."""
+    """`answer(flops, bytes, rate, bandwidth)` is the time of an op by the roofline, and what it waits for."""
     for flops, moved, rate, bandwidth in [(8e12, 1e9, 4e12, 1e12), (1e9, 6e12, 1e12, 2e12), (0, 1e6, 1e12, 1e9)]:
         right = max(flops / rate, moved / bandwidth), "compute" if flops / rate > moved / bandwidth else "memory"
         given = answer(flops, moved, rate, bandwidth)
