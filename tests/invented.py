@@ -26,7 +26,7 @@ MACHINES = [  # type, name, compute capability, images/s in FP32
     (CPU, "INVENTED Arm CPU", None, 3000),
 ]
 CONFIG = {"model": "tf_efficientnet_b0", "size": [384, 512], "batch": 32, "epochs": 6, "lr": 0.02, "momentum": 0.9}
-CONFIG |= {"images": 1437, "data": "digits"}
+CONFIG |= {"images": 360, "held_out": 1437, "data": "digits"}
 
 
 def write(folder):
@@ -92,8 +92,9 @@ def of_notebook_07(machine):
 
 def a_run(arm, seed, rate):
     losses = [0.6 / 2**epoch + 0.001 * seed for epoch in range(6)]
-    accuracy = (351 + (7 * seed + len(arm)) % 6) / 360
-    return {"arm": arm, "seed": seed, "images/s": rate, "losses": losses, "accuracy": accuracy, "diverged": False}
+    wrong = [(29 * number + seed) % 1437 for number in range(45 + (7 * seed + len(arm)) % 12)]
+    run = {"arm": arm, "seed": seed, "images/s": rate, "losses": losses, "diverged": False}
+    return run | {"wrong": wrong, "accuracy": 1 - len(wrong) / 1437}
 
 
 def as_in_the_suite(suite, machine):

@@ -185,7 +185,7 @@ for i in range(40):
     cv2.imwrite(str(folder / f"{{i}}.{{'png' if i % 4 else 'jpg'}}"), picture[:, :, 0] if i % 5 == 0 else picture)
 rows = [f"{{i}}.{{'png' if i % 4 else 'jpg'}},.,{{i % 2}}" for i in range(40)]
 (folder / "mine.csv").write_text("image,path,label\\n" + "\\n".join(rows))
-TRAIN_CSV, HELD_OUT_CSV, BATCH, WORKERS = folder / "mine.csv", None, 8, 2
+TRAIN_CSV, HELD_OUT_CSV, BATCH, LEARNER_BATCH, WORKERS = folder / "mine.csv", None, 8, 8, 2
 """
 
 INTERRUPT = """
