@@ -245,6 +245,7 @@ def platform(bare, tmp_path):
     shutil.copytree(ROOT / "helpers", tmp_path / "helpers")
     (tmp_path / "data").mkdir()
     variables = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path / "index"), "PIP_CONFIG_FILE": os.devnull}
+    variables["PYTHON_COLORS"] = "0"  # what it says is read here, whatever colours this run has
 
     def run(code=SET_UP):
         code += "\nimport torch; print(torch.__version__, end='')"
