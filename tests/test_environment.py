@@ -156,7 +156,7 @@ def test_readme_s_results_are_notebook_07_s(beside, tmp_path, monkeypatch):
     assert f"| FP32 | {table.loc['FP32 again', 'errors (%)']:.2f}% | | |" in readme
     for arm, row in table.drop("FP32 again").iterrows():
         ratio = f"{row['FP32 = 1']:.2f} [{row.low:.2f}, {row.high:.2f}]"
-        verdict = {"EQUIVALENT": "yes", "undecided": "undecided", "DIFFERENT": "no"}[row.verdict]
+        verdict = {"NOT WORSE": "yes", "undecided": "undecided", "WORSE": "no"}[row.verdict]
         assert f"| {arm} | {row['errors (%)']:.2f}% | {ratio} | {verdict} |" in readme
 
 
