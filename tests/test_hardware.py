@@ -48,6 +48,8 @@ def test_pinned_torch_has_no_code_below_turing():
     """README and notebook 00 say so."""
     if torch.version.cuda is None or int(torch.version.cuda.split(".")[0]) < 13:
         pytest.skip("this PyTorch is built without CUDA, or for an older one")
+    if not torch.cuda.get_arch_list():
+        pytest.skip("this PyTorch names the GPUs that it has code for only where there is one")
     assert not hardware._has_code((6, 0)) and not hardware._has_code((7, 0))
     assert hardware._has_code((7, 5)) or platform.machine() != "x86_64"
 
