@@ -191,10 +191,10 @@ TRAIN_CSV, HELD_OUT_CSV, BATCH, LEARNER_BATCH, WORKERS = folder / "mine.csv", No
 
 INTERRUPT = """
 import sys
-create_model, trained = timm.create_model, []
+create_model, built = timm.create_model, []
 def stop_in_the_third_training(*arguments, **more):
-    trained.extend([1] * (sys._getframe(2).f_code.co_name == "train"))
-    if len(trained) == 3:
+    built.extend([1] * (sys._getframe(2).f_code.co_name == "train"))
+    if len(built) == 3:
         raise KeyboardInterrupt
     return create_model(*arguments, **more)
 timm.create_model = stop_in_the_third_training
