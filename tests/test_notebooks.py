@@ -193,9 +193,10 @@ INTERRUPT = """
 import sys
 create_model, built = timm.create_model, []
 def stop_in_the_third_training(*arguments, **more):
-    built.extend([1] * (sys._getframe(2).f_code.co_name == "train"))
-    if len(built) == 3:
-        raise KeyboardInterrupt
+    if sys._getframe(2).f_code.co_name == "train":
+        built.append(1)
+        if len(built) == 3:
+            raise KeyboardInterrupt
     return create_model(*arguments, **more)
 timm.create_model = stop_in_the_third_training
 """
