@@ -108,7 +108,7 @@ def as_in_the_suite(suite, machine):
             experiment = experiment.replace("08 ", "08 own ")
         times = {}
         for arm, seconds in record["results"]["blocks"].items():
-            workers = re.search(r"(\d+) workers", arm)  # on these machines every worker helps
+            workers = re.search(r"workers: (\d+)", arm)  # on these machines every worker helps
             faster = (FASTER if "16" in arm else 1) * (1 + int(workers[1]) if workers else 1) * rate / 3000
             times[arm] = [second / faster for second in seconds]
         yield experiment, record["what"]["arm"], record["what"]["config"], record["results"] | {"blocks": times}
