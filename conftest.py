@@ -10,7 +10,7 @@ import tempfile
 
 import pytest
 
-from tests.reference import environment
+from tools.reference import environment
 
 
 def pytest_addoption(parser):

@@ -11,7 +11,7 @@ import torch
 
 from helpers import check
 from helpers.formats import FORMATS
-from tests.execute import NOTEBOOKS
+from tools.execute import NOTEBOOKS
 
 RIGHT = "Right.\n"
 

@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from helpers import measure, records
-from tests import invented
+from tools import invented
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -28,7 +28,7 @@ FOR_TESTS = {
     for r in map(Requirement, [*GROUPS["site"], *(d for d in GROUPS["dev"] if isinstance(d, str))])
 }
 PINS = {canonicalize_name(r.name): r for r in map(Requirement, PROJECT["tool"]["uv"]["constraint-dependencies"])}
-OURS = {"helpers", "tests"}
+OURS = {"helpers", "tests", "tools"}
 MAGIC = re.compile(r"^%%\w+.*$", re.MULTILINE)
 
 
@@ -52,9 +52,9 @@ def written_modules(source):
     return set(re.findall(r"^%%writefile (?:-a )?(\w+)\.py$", source, re.MULTILINE))
 
 
-@pytest.mark.parametrize("folder", ["helpers", "notebooks", "tests"])
+@pytest.mark.parametrize("folder", ["helpers", "notebooks", "tests", "tools"])
 def test_everything_imported_is_declared(folder):
-    declared = set(RUNTIME) | (set(FOR_TESTS) if folder == "tests" else set())
+    declared = set(RUNTIME) | (set(FOR_TESTS) if folder in ("tests", "tools") else set())
     providers = packages_distributions()
     used = {n for source in sources(folder) for n in set(imports(MAGIC.sub("", source))) - written_modules(source)}
     used -= set(sys.stdlib_module_names) | OURS
@@ -96,7 +96,7 @@ def tracked():
 
 def test_top_level_is_the_agreed_one():
     folders = {path.split("/")[0] for path in tracked() if "/" in path}
-    assert folders == {"notebooks", "helpers", "data", "tests", ".ci"}
+    assert folders == {"notebooks", "helpers", "data", "tests", "tools", "docs", ".ci"}
     assert not [path for path in tracked() if Path(path).name in ("uv.lock", "requirements.txt", "poetry.lock")]
 
 
@@ -107,9 +107,9 @@ def test_code_and_notebooks_are_in_ruff_s_style(command):
 
 
 def test_readme_s_links_lead_somewhere():
-    for document in ROOT.glob("*.md"):
+    for document in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", document.read_text(encoding="utf-8")):
-            assert (ROOT / target).exists(), f"{document.name}: {target}"
+            assert (document.parent / target).exists(), f"{document.name}: {target}"
 
 
 def test_readme_shows_the_two_commands_first():

@@ -24,9 +24,9 @@ from nbclient import NotebookClient
 from packaging.requirements import Requirement
 
 from helpers import ready, records
-from tests.execute import NOTEBOOKS
-from tests.reference import environment
 from tests.test_records import a_record
+from tools.execute import NOTEBOOKS
+from tools.reference import environment
 
 ROOT = NOTEBOOKS.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())

@@ -11,7 +11,7 @@ import pytest
 from nbclient import NotebookClient
 
 from helpers.launch import torchrun
-from tests.execute import NOTEBOOKS
+from tools.execute import NOTEBOOKS
 
 SLEEP = "import time\nprint('here', flush=True)\ntime.sleep(600)"
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from tests import invented
-from tests.execute import NOTEBOOKS, execute
-from tests.reference import environment
+from tools import invented
+from tools.execute import NOTEBOOKS, execute
+from tools.reference import environment
 
 ROOT = NOTEBOOKS.parent
 PATHS = sorted(NOTEBOOKS.glob("*.ipynb"))

@@ -13,7 +13,7 @@ import torch
 
 from helpers import records
 from helpers.hardware import manifest
-from tests import invented
+from tools import invented
 
 CPU = torch.device("cpu")
 

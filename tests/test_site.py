@@ -10,14 +10,14 @@ from urllib.parse import unquote, urldefrag, urlparse
 import pytest
 from bs4 import BeautifulSoup
 
-from tests.execute import NOTEBOOKS
+from tools.execute import NOTEBOOKS
 
 ROOT = NOTEBOOKS.parent
 
 
 def build(source, output):
-    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-c", ROOT / ".ci/site", source, output]
-    return subprocess.run(command, capture_output=True, text=True)
+    command = [sys.executable, "-m", "tools.site", "--source", source, "--to", output]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def test_every_notebook_is_a_page_and_none_was_run(site, pages):
     assert names == [path.stem for path in sorted((site / "notebooks").glob("*.html"))]
     listed = [link["href"] for link in pages[site / "index.html"].select(".bd-sidebar-primary nav a")]
     assert [f"notebooks/{name}.html" for name in names] == [link for link in listed if link.startswith("notebooks/")]
-    assert {"CHANGELOG.html", "data/README.html"} <= set(listed)
+    assert {"CHANGELOG.html", "data/README.html", "docs/contributing.html"} <= set(listed)
     assert "713,376 of activations" in pages[site / "notebooks/03_loss_scaling.html"].get_text()
 
 

@@ -11,8 +11,8 @@ import nbformat
 import pytest
 from bs4 import BeautifulSoup
 
-from tests import answers, slides
-from tests.execute import NOTEBOOKS
+from tools import answers, slides
+from tools.execute import NOTEBOOKS
 
 PATHS = sorted(NOTEBOOKS.glob("*.ipynb"))
 
@@ -23,7 +23,7 @@ def read(path):
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 def test_every_cell_is_marked_by_the_rules(path):
-    assert slides.mark(read(path)) == read(path), "run `uv run python -m tests.slides`"
+    assert slides.mark(read(path)) == read(path), "run `uv run python -m tools.slides`"
     assert nbformat.writes(read(path)) + "\n" == path.read_text(encoding="utf-8")
 
 
@@ -58,7 +58,7 @@ def test_a_wrong_mark_is_noticed_and_a_heading_begins_a_cell():
 def test_nbconvert_makes_a_deck_without_the_set_up_cell(tmp_path):
     path = NOTEBOOKS / "03_loss_scaling.ipynb"
     settings = os.environ | {"JUPYTER_CONFIG_DIR": str(tmp_path)}  # Jupyter writes into it
-    shutil.copy(NOTEBOOKS.parent / "jupyter_nbconvert_config.json", tmp_path)
+    shutil.copy(NOTEBOOKS.parent / "tools/jupyter/jupyter_nbconvert_config.json", tmp_path)
     command = [sys.executable, "-m", "nbconvert", "--to", "slides", path, "--output-dir", tmp_path]
     subprocess.run(command, env=settings, check=True, capture_output=True)
     page = BeautifulSoup((tmp_path / f"{path.stem}.slides.html").read_text(encoding="utf-8"), "html.parser")

@@ -1,11 +1,11 @@
-"""The instructor's key, every exercise and question with its answer: `uv run python -m tests.answers > answers.md`."""
+"""The instructor's key, every exercise and question with its answer: `uv run python -m tools.answers > answers.md`."""
 
 import re
 
 import nbformat
 
-from tests.execute import NOTEBOOKS
-from tests.slides import cut, is_heading
+from tools.execute import NOTEBOOKS
+from tools.slides import cut, is_heading
 
 FOLDED = re.compile(r"<details><summary>(.*?)</summary>\s*(.*?)\s*</details>", re.DOTALL)
 

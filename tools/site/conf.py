@@ -1,4 +1,4 @@
-"""The suite as a site: `uv run sphinx-build -c .ci/site . site/html`, then open site/html/index.html. No cell runs."""
+"""Sphinx's configuration of the site, which `uv run python -m tools.site` builds."""
 
 import json
 import re
@@ -14,7 +14,7 @@ project = "Half the Bits"
 copyright = "the authors: text and figures CC BY 4.0, code MIT"
 extensions = ["myst_nb"]
 root_doc = "README"
-include_patterns = ["README.md", "CHANGELOG.md", "GLOSSARY.md", "data/README.md", "notebooks/*.ipynb"]
+include_patterns = ["README.md", "CHANGELOG.md", "GLOSSARY.md", "data/README.md", "docs/*.md", "notebooks/*.ipynb"]
 exclude_patterns = [".*", "site"]
 
 nb_execution_mode = "off"
@@ -41,6 +41,7 @@ CONTENTS = """
 
 notebooks/*
 [!R]*
+docs/*
 data/README
 ```
 """

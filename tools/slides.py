@@ -1,4 +1,4 @@
-"""Mark every cell for `jupyter nbconvert --to slides`. After a change to a notebook: `uv run python -m tests.slides`.
+"""Mark every cell for `jupyter nbconvert --to slides`. After a change to a notebook: `uv run python -m tools.slides`.
 
 A slide begins with a `##` heading, so a text that has one in its middle is cut in two cells there. Where code and
 figure do not fit on one slide, a tag leaves the code out of the deck. Nothing else changes: words, code and outputs
@@ -12,7 +12,7 @@ from math import ceil
 import nbformat
 from bs4 import BeautifulSoup
 
-from tests.execute import NOTEBOOKS
+from tools.execute import NOTEBOOKS
 
 SCREEN, LINE = 27, 24  # lines of text on a slide of 1440 x 810, with some room; pixels a line
 FIGURE_ONLY = "figure-only"  # jupyter_nbconvert_config.json knows the tag

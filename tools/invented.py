@@ -1,6 +1,6 @@
 """Invented records of machines that nobody measured: 16 bits 1.7 times as fast as FP32, in 0.55 of its memory.
 
-uv run python -m tests.invented FOLDER
+uv run python -m tools.invented FOLDER
 
 Contributed records will lie beside the suite's own. Whether notebooks and tests hold then is tried with these,
 in a folder that HALF_THE_BITS_SAVE_TO names. Each bears INVENTED in its device's name; none belongs into data/records.

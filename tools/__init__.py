@@ -1,0 +1,1 @@
+"""What maintainers run, each as `uv run python -m tools.NAME`."""
