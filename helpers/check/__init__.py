@@ -1,25 +1,38 @@
-"""Checks of a reader's answers. Each prints at once what is wrong, or that the answer is right; none ever raises.
+"""The exercises. `check.NAME(answer)` prints at once what is wrong with an answer, or "Right."; it never raises.
 
-And `diagnose`, which watches training steps, and `progress`, a table of the exercises passed.
+`check.progress()` is a table of the exercises passed. A module bears the name of its notebook, without the number.
 """
 
-from helpers.check import progress_file as _progress_file
-from helpers.check.diagnosis import diagnose
-from helpers.check.notebook_01 import decode_fp16, encode_fp16, limits
-from helpers.check.notebook_02 import kahan_sum, rms, smallest_step
-from helpers.check.notebook_03 import largest_scale, next_state
-from helpers.check.notebook_04 import paste, rms_norm
-from helpers.check.notebook_05 import accumulated_step, clipped_step
-from helpers.check.notebook_06 import batch_that_fits, best_time, kept_bytes
-from helpers.check.notebook_07 import bf16_step, verdict
-from helpers.check.notebook_08 import mean_loss, read_batch, to_float01
-from helpers.check.notebook_09 import bytes_sent, mean_over_processes, shard
-from helpers.check.notebook_10 import optimizer_steps, translate, unscale_and_clip
-from helpers.check.notebook_11 import block_exponent, next_scale, to_e5m2
-from helpers.check.notebook_12 import case_of, first_bad, mended_step
-from helpers.check.replies import EXERCISES as _EXERCISES
+from helpers.check import passed as _passed
+from helpers.check.amp_training_loop import accumulated_step, clipped_step
+from helpers.check.autocast_op_tables import paste, rms_norm
+from helpers.check.beyond_fp16 import block_exponent, next_scale, to_e5m2
+from helpers.check.distributed_amp import bytes_sent, mean_over_processes, shard
+from helpers.check.faster_training import mean_loss, read_batch, to_float01
+from helpers.check.fp16_bit_layout import decode_fp16, encode_fp16, limits
+from helpers.check.fp32_vs_amp_experiment import bf16_step, verdict
+from helpers.check.library_integrations import optimizer_steps, translate, unscale_and_clip
+from helpers.check.loss_scaling import largest_scale, next_state
+from helpers.check.predict_memory_and_speed import batch_that_fits, best_time, kept_bytes
+from helpers.check.rounding_and_range import kahan_sum, rms, smallest_step
+from helpers.check.troubleshooting_clinic import case_of, first_bad, mended_step
+
+EXERCISES = {  # in the order of the notebooks
+    "fp16 bit layout": (decode_fp16, encode_fp16, limits),
+    "rounding and range": (smallest_step, kahan_sum, rms),
+    "loss scaling": (next_state, largest_scale),
+    "autocast op tables": (paste, rms_norm),
+    "amp training loop": (accumulated_step, clipped_step),
+    "predict memory and speed": (kept_bytes, best_time, batch_that_fits),
+    "fp32 vs amp experiment": (verdict, bf16_step),
+    "faster training": (to_float01, mean_loss, read_batch),
+    "distributed amp": (shard, bytes_sent, mean_over_processes),
+    "library integrations": (translate, unscale_and_clip, optimizer_steps),
+    "beyond fp16": (block_exponent, to_e5m2, next_scale),
+    "troubleshooting clinic": (first_bad, case_of, mended_step),
+}
 
 
 def progress():
     """A table of this reader's progress, one row a notebook: exercises passed, and which are still to do."""
-    return _progress_file.table(_EXERCISES)
+    return _passed.table({topic: [each.__name__ for each in some] for topic, some in EXERCISES.items()})

@@ -14,7 +14,7 @@ def place():
 
 
 def passed():
-    """The day of the first right answer, as "2026-11-21", by the name of the check; empty where there is no file."""
+    """The day of the first right answer, as "2026-11-21", by the name of the exercise; empty where there is no file."""
     try:
         return json.loads(place().read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -35,7 +35,7 @@ def note(name):
 def table(exercises):
     """A DataFrame, one row a notebook: how many of its exercises are passed, and which are still to do.
 
-    `exercises` maps the name of each check to the number of its notebook.
+    `exercises` maps each notebook's topic to the names of its exercises.
     """
     try:
         days = passed()
@@ -43,8 +43,7 @@ def table(exercises):
         print(f"{place().name} cannot be read: {error}. To begin anew, delete it.")
         days = {}
     rows = {}
-    for number in dict.fromkeys(exercises.values()):
-        names = [name for name, notebook in exercises.items() if notebook == number]
+    for topic, names in exercises.items():
         to_do = [name for name in names if name not in days]
-        rows[number] = {"passed": f"{len(names) - len(to_do)} of {len(names)}", "still to do": ", ".join(to_do)}
+        rows[topic] = {"passed": f"{len(names) - len(to_do)} of {len(names)}", "still to do": ", ".join(to_do)}
     return pd.DataFrame.from_dict(rows, orient="index").rename_axis("notebook")
