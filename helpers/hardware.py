@@ -38,11 +38,24 @@ def pick_device():
     if chosen := os.environ.get("HALF_THE_BITS_DEVICE"):
         return torch.device(chosen)
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    if device.type == "cpu" and not torch.backends.cuda.is_built() and (name := _nvidia_gpu()):
+        print(
+            f"This PyTorch ({torch.__version__}) was built without CUDA, so the CPU is used, not {name}. See README.md."
+        )
     if device.type != "cuda" or torch.version.hip or _has_code(torch.cuda.get_device_capability()):
         return device
     name = torch.cuda.get_device_name()
     print(f"This PyTorch has no code for {name}, so the CPU is used. README.md names one that has.")
     return torch.device("cpu")
+
+
+def _nvidia_gpu():
+    """The name of the first NVIDIA GPU that the driver sees, or None."""
+    try:
+        pynvml.nvmlInit()
+        return pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0))
+    except (pynvml.NVMLError, pynvml.NVMLLibraryMismatchError):
+        return None
 
 
 def _has_code(capability):

@@ -44,6 +44,23 @@ def test_gpu_for_which_torch_has_no_code_is_not_picked(monkeypatch, capsys, capa
     assert hardware.pick_device() == CUDA, "PTX is compiled for any later GPU"
 
 
+@pytest.mark.parametrize("driver", [True, False])
+def test_nvidia_gpu_that_a_cpu_build_leaves_unused_is_named(monkeypatch, capsys, driver):
+    def name(handle):
+        if not driver:
+            raise hardware.pynvml.NVMLError_LibraryNotFound()
+        return "an RTX 4090"
+
+    monkeypatch.delenv("HALF_THE_BITS_DEVICE", raising=False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
+    monkeypatch.setattr(hardware.pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(hardware.pynvml, "nvmlDeviceGetHandleByIndex", lambda index: index)
+    monkeypatch.setattr(hardware.pynvml, "nvmlDeviceGetName", name)
+    assert hardware.pick_device() == CPU
+    assert ("was built without CUDA, so the CPU is used, not an RTX 4090" in capsys.readouterr().out) == driver
+
+
 def test_pinned_torch_has_no_code_below_turing():
     """README and notebook 00 say so."""
     if torch.version.cuda is None or int(torch.version.cuda.split(".")[0]) < 13:

@@ -47,7 +47,7 @@ def _floor_rule(amax, name):
     show=lambda amax, name: f"amax {amax:g} in {name}",
 )
 def block_exponent(amax, name):
-    """`block_exponent(amax, name)` is the smallest exponent of an E8M0 scale that cuts nothing of a block off."""
+    """`block_exponent(amax, name)` is the smallest exponent of an E8M0 scale that leaves nothing past the end."""
     return _rounded_up(amax, name)
 
 
