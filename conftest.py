@@ -1,8 +1,8 @@
 """Test runs happen in the reference environment, in which the notebooks' outputs were stored.
 
-`uv run pytest` compares every output on the CPU. `uv run pytest --gpu` runs the same notebooks on this machine's own
-device, and only asks that no cell fails. `uv run pytest tests/test_hosted.py --hosted 3.13` runs them
-under Python 3.13 in environments that have only torch and a kernel.
+`uv run pytest` compares every output on the CPU; `--all` adds the slow tests. `uv run pytest --gpu` runs the same
+notebooks on this machine's own device, and only asks that no cell fails. `uv run pytest tests/test_hosted.py --hosted
+3.13` runs them under Python 3.13 in environments that have only torch and a kernel.
 """
 
 import os
@@ -15,6 +15,7 @@ from tools.reference import environment
 
 def pytest_addoption(parser):
     parser.addoption("--gpu", action="store_true", help="run notebooks on this machine's device, without comparing")
+    parser.addoption("--all", action="store_true", help="run the slow tests too")
     parser.addoption("--lab", action="store_true", help="run every notebook in a browser too, not only some")
     parser.addoption(
         "--hosted",
@@ -44,13 +45,21 @@ def pytest_configure(config):
             os.environ[name] = environment(config.records.name)[name]
     else:
         os.environ.update(environment(config.records.name))
+        os.environ["HALF_THE_BITS_ROUNDS"] = "2"  # times are not compared
+    config.addinivalue_line("markers", "slow: takes long, and runs only with --all")
 
 
 def pytest_unconfigure(config):
     config.records.cleanup()
 
 
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("slow") and not item.config.getoption("--all"):
+        pytest.skip("takes long: uv run pytest --all")
+
+
 @pytest.fixture(autouse=True)
-def own_progress(tmp_path, monkeypatch):
-    """A right answer in a test is not the progress that a notebook, run in the same process, would show."""
+def own_settings(tmp_path, monkeypatch):
+    """A test has its own progress, not that of a notebook in the same process, and as many rounds as it asks for."""
     monkeypatch.setenv("HALF_THE_BITS_PROGRESS", str(tmp_path / "progress"))
+    monkeypatch.delenv("HALF_THE_BITS_ROUNDS", raising=False)

@@ -1,7 +1,7 @@
-"""Images and 0/1 labels from a CSV file, checked before training starts.
+"""Images and labels from a CSV file, checked before training starts.
 
 The CSV has three columns: `image` (a file name), `path` (its folder, absolute or relative to the CSV) and `label`
-(0 or 1). Further columns are kept and ignored.
+(0 or 1; with more classes a whole number from 0). Further columns are kept and ignored.
 """
 
 import os
@@ -26,13 +26,13 @@ class DatasetError(ValueError):
     """Bad input data. The message names the rows, the files and the fix."""
 
 
-def load_table(csv):
+def load_table(csv, classes=2):
     """Read a CSV file and check every row of it, short of decoding the images.
 
     Returns a DataFrame with the CSV's columns and two more, which replace columns of the same names: `file`, the
     image's absolute path, and `line`, its line in the CSV (the header is line 1). `label` is an int.
-    Raises DatasetError for a missing or empty CSV, a missing column, a label that is not 0 or 1, a relative path that
-    leaves the CSV's folder, and a missing file.
+    Raises DatasetError for a missing or empty CSV, a missing column, a label that is not a whole number below
+    `classes`, a relative path that leaves the CSV's folder, and a missing file.
     """
     csv = Path(os.path.normpath(Path(csv).expanduser().absolute()))  # links are not followed: images may be linked in
     try:
@@ -55,17 +55,19 @@ def load_table(csv):
         raise DatasetError(f"{csv} has no rows below its header. Add one row an image.")
 
     table["file"] = [os.path.normpath(csv.parent / folder / image) for folder, image in zip(table.path, table.image)]
-    _raise_if_any(csv, [(row.line, problem) for row in table.itertuples() if (problem := _problem(row, csv.parent))])
+    problems = [(row.line, _problem(row, csv.parent, classes)) for row in table.itertuples()]
+    _raise_if_any(csv, [(line, problem) for line, problem in problems if problem])
     table["label"] = table.label.astype(float).astype(int)
     return table
 
 
-def _problem(row, folder):
+def _problem(row, folder, classes):
     """What is wrong with one row, and how to mend it; None if nothing is."""
     if not row.image:
         return "`image` is empty. Write the image's file name there."
-    if row.label not in ("0", "1", "0.0", "1.0"):
-        return f"{row.image}: label {row.label!r} is not 0 or 1. Write 0 for one class and 1 for the other."
+    if row.label.removesuffix(".0") not in map(str, range(classes)):
+        allowed = "0 or 1" if classes == 2 else f"a whole number from 0 to {classes - 1}"
+        return f"{row.image}: label {row.label!r} is not {allowed}. Write such a number for each class."
     file = Path(row.file)
     if not Path(row.path, row.image).is_absolute() and not file.is_relative_to(folder):
         return f"{row.image}: {row.path!r} leads out of {folder}. Move the image in, or write an absolute path."
@@ -98,20 +100,23 @@ def read_image(file):
 class ImageDataset(Dataset):
     """The images of a table from `load_table`, resized to one size.
 
-    Item i is `(image, label)`: float32 tensors of shape (3, height, width), RGB in [0, 1], and (1,).
-    `size` is OpenCV's (width, height). With `check=True` every file is decoded once, here, with a progress bar;
-    DatasetError names all that cannot be decoded. `check=False` is for files that have been checked before.
-    `crop` below 1 is augmentation: each image is a random window, that share of its height and of its width.
+    Item i is `(image, label)`: a float32 tensor of shape (3, height, width), RGB in [0, 1], and row i of `labels`, a
+    tensor of any dtype and shape with as many rows as the table. Without it the label is float32 of shape (1,), for a
+    model with one output. `size` is OpenCV's (width, height). With `check=True` every file is decoded once, here, with
+    a progress bar; DatasetError names all that cannot be decoded. `check=False` is for files that have been checked
+    before. `crop` below 1 is augmentation: each image is a random window, that share of its height and of its width.
     """
 
-    def __init__(self, table, size=(384, 512), check=True, crop=1.0):
+    def __init__(self, table, size=(384, 512), check=True, crop=1.0, labels=None):
         width, height = size
         if width < 1 or height < 1:
             raise ValueError(f"size is (width, height) in pixels, at least (1, 1); got {size}")
         if table.empty:
             raise DatasetError("The table has no rows. Give a table from load_table with at least one image.")
         self.files = table.file.tolist()
-        self.labels = torch.tensor(table.label.to_numpy(), dtype=torch.float32).unsqueeze(1)
+        self.labels = torch.tensor(table.label.to_numpy())[:, None].float() if labels is None else labels
+        if len(self.labels) != len(self.files):
+            raise ValueError(f"{len(self.labels)} labels were given for {len(self.files)} images")
         self.size, self.crop = (width, height), crop
         if check:
             lines = table.line if "line" in table else table.index
@@ -146,15 +151,15 @@ def _unreadable(file):
     return f"{file} ({size:,} bytes) is not an image that OpenCV can decode. Replace the file or remove its row."
 
 
-def load_pair(train_csv, held_out_csv=None, held_out_share=0.2):
-    """Load the training and the held-out table: `(train, held_out)`.
+def load_pair(train_csv, held_out_csv=None, held_out_share=0.2, classes=2):
+    """Load the training and the held-out table: `(train, held_out)`, with labels from 0 to `classes` - 1.
 
     Without `held_out_csv`, a `held_out.csv` beside `train_csv` is taken. If there is none, `held_out_share` of the rows
     is held out, the same rows every time and as many of each label as in the whole.
     """
-    table, beside = load_table(train_csv), Path(train_csv).expanduser().with_name("held_out.csv")
+    table, beside = load_table(train_csv, classes), Path(train_csv).expanduser().with_name("held_out.csv")
     if held_out_csv is not None or beside.is_file():
-        held_out = load_table(held_out_csv or beside)
+        held_out = load_table(held_out_csv or beside, classes)
         if common := set(table.file) & set(held_out.file):
             raise DatasetError(f"{min(common)} and {len(common) - 1} more are in both tables. Test on other images.")
         return table, held_out

@@ -32,26 +32,24 @@ def synchronize(device):
 def time_block(step, steps, device, drop=0):
     """Mean seconds of one of `steps` calls of `step()`, after `drop` calls that are not timed.
 
-    On CUDA, events mark both ends of the block on the GPU itself, and the host waits once, for the second. Elsewhere
-    `time.perf_counter` is read before and after, each time when the device has nothing left to do.
+    On an accelerator, events mark both ends of the block on the device itself, and the host waits once, for the second.
+    On a CPU `time.perf_counter` is read before and after.
     """
     for _ in range(drop):
         step()
-    if device.type == "cuda":
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        stream = torch.cuda.current_stream(device)  # the device need not be the current one
-        start.record(stream)
+    if device.type == "cpu":
+        began = time.perf_counter()
         for _ in range(steps):
             step()
-        end.record(stream)
-        end.synchronize()
-        return start.elapsed_time(end) / 1000 / steps
-    synchronize(device)
-    began = time.perf_counter()
+        return (time.perf_counter() - began) / steps
+    start, end = (torch.Event(device, enable_timing=True) for _ in range(2))
+    stream = torch.accelerator.current_stream(device)  # the device need not be the current one
+    start.record(stream)
     for _ in range(steps):
         step()
-    synchronize(device)
-    return (time.perf_counter() - began) / steps
+    end.record(stream)
+    end.synchronize()
+    return start.elapsed_time(end) / 1000 / steps
 
 
 @dataclass(frozen=True)
@@ -63,6 +61,11 @@ class WarmUp:
     settled: bool
 
 
+def _at_most(rounds):
+    """`rounds`, or fewer where HALF_THE_BITS_ROUNDS says so: tests time everything, and need no narrow intervals."""
+    return min(rounds, int(os.environ.get("HALF_THE_BITS_ROUNDS", rounds)))
+
+
 def warm_up(step, device, steps=5, tolerance=0.01, at_most=18):
     """Run blocks of `steps` until the medians of the last three blocks and of the three before agree within
     `tolerance`, or until `at_most` blocks have run.
@@ -72,7 +75,7 @@ def warm_up(step, device, steps=5, tolerance=0.01, at_most=18):
     began = time.perf_counter()
     first = time_block(step, 1, device)
     blocks, settled = [], False
-    while len(blocks) < at_most and not settled:
+    while len(blocks) < _at_most(at_most) and not settled:
         blocks.append(time_block(step, steps, device))
         if len(blocks) >= 6:
             settled = bool(abs(np.median(blocks[-3:]) / np.median(blocks[-6:-3]) - 1) <= tolerance)
@@ -95,7 +98,7 @@ def compare(arms, device, images, rounds=20, steps=10, drop=2, seed=0):
     DataFrame with one row a block: round, arm, seconds (of one step). An interrupt, or Jupyter's stop button, ends
     the measurement and keeps the rounds that were complete.
     """
-    rows = []
+    rows, rounds = [], _at_most(rounds)
     with progress(total=rounds * len(arms), desc="Timing", unit="block") as bar:
         try:
             for number, order in enumerate(abba(list(arms), rounds, seed)):
@@ -198,25 +201,31 @@ def kept_for_backward(model, forward):
 
 
 def memory(step, device, steps=3):
-    """Memory of `step()` on a CUDA device, in bytes, as a dict; an empty dict elsewhere.
+    """Memory of `step()` on an accelerator, in bytes, as a dict; empty on a CPU, and where torch does not count.
 
     `allocated`: tensors and the workspaces of libraries, at the peak. `reserved`: what torch's allocator holds from the
-    driver, at the peak. `process` and `device`: what NVML sees afterwards of this process (CUDA context and libraries
-    included) and of the whole GPU. The first steps are not counted, and what earlier work left in the allocator's cache
-    is given back before.
+    driver, at the peak. On CUDA also `process` and `device`: what NVML sees afterwards of this process (CUDA context
+    and libraries included) and of the whole GPU. The first steps are not counted, and what earlier work left in the
+    allocator's cache is given back before.
     """
-    if device.type != "cuda":
+    if device.type == "cpu":
         return {}
     time_block(step, steps, device)
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)
+    try:
+        torch.accelerator.empty_cache()
+        torch.accelerator.reset_peak_memory_stats(device)
+    except RuntimeError as error:  # this device's allocator keeps no such numbers
+        print(f"No memory is measured on {device.type}: {error}")
+        return {}
     time_block(step, steps, device)
-    return {
-        "allocated": torch.cuda.max_memory_allocated(device),
-        "reserved": torch.cuda.max_memory_reserved(device),
-        "process": ask_nvml(_our_memory, device),
-        "device": ask_nvml(lambda gpu: pynvml.nvmlDeviceGetMemoryInfo(gpu).used, device),
+    peak = {
+        "allocated": torch.accelerator.max_memory_allocated(device),
+        "reserved": torch.accelerator.max_memory_reserved(device),
     }
+    if device.type == "cuda":
+        peak["process"] = ask_nvml(_our_memory, device)
+        peak["device"] = ask_nvml(lambda gpu: pynvml.nvmlDeviceGetMemoryInfo(gpu).used, device)
+    return peak
 
 
 def _our_memory(gpu):
@@ -262,5 +271,5 @@ def fitting_batch(run, batch):
             print(f"Batch {batch} runs out of memory; trying {batch // 2}.")
             batch //= 2
         gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        if torch.accelerator.is_available():
+            torch.accelerator.empty_cache()

@@ -52,6 +52,23 @@ def message(csv):
     return str(error.value)
 
 
+def test_labels_of_any_dtype_and_shape_pass_through(photos):
+    table = load_table(photos)
+    for labels in (torch.arange(5), torch.rand(5, 3), torch.zeros(5, 2, 2, dtype=torch.uint8)):
+        dataset = ImageDataset(table, (8, 8), labels=labels)
+        _, batch = next(iter(DataLoader(dataset, 5)))
+        assert batch.dtype == labels.dtype and torch.equal(batch, labels)
+    with pytest.raises(ValueError, match="4 labels were given for 5 images"):
+        ImageDataset(table, (8, 8), labels=torch.arange(4))
+
+
+def test_more_classes_than_two(photos):
+    csv = write_csv(photos.parent, [f"a.jpg,photos,{label}" for label in ("0", "4", "2.0")])
+    assert load_table(csv, classes=5).label.tolist() == [0, 4, 2]
+    with pytest.raises(DatasetError, match="label '4' is not a whole number from 0 to 3"):
+        load_table(csv, classes=4)
+
+
 def test_items_are_float_rgb_and_label(photos):
     dataset = ImageDataset(load_table(photos), size=(384, 512))
     image, label = dataset[1]
@@ -98,7 +115,7 @@ def test_excel_utf8_and_blank_lines_are_fine(photos):
     [
         ("gone.jpg,photos,1", ["line 2", "gone.jpg", "does not exist", "Correct"]),
         (",photos,1", ["line 2", "`image` is empty"]),
-        ("a.jpg,photos,2", ["line 2", "a.jpg", "'2' is not 0 or 1", "Write 0"]),
+        ("a.jpg,photos,2", ["line 2", "a.jpg", "'2' is not 0 or 1", "Write such a number"]),
         ("a.jpg,photos,cat", ["line 2", "a.jpg", "'cat' is not 0 or 1"]),
         ("a.jpg,photos,", ["line 2", "'' is not 0 or 1"]),
         ("a.jpg,photos", ["line 2", "'' is not 0 or 1"]),

@@ -25,10 +25,10 @@ FAMILIES = [
     "resnet50",
     "convnext_tiny",
     "vit_small_patch16_224",
-    "mobilenetv3_small_100",
-    "regnety_008",
-    "swin_tiny_patch4_window7_224",
-    "mixer_s32_224",
+    *(
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in ("mobilenetv3_small_100", "regnety_008", "swin_tiny_patch4_window7_224", "mixer_s32_224")
+    ),
 ]
 SHAPE = (2, 3, 224, 224)
 
@@ -46,10 +46,18 @@ def coverage_paused():
         tracing.start()
 
 
+class OnDemand(dict):
+    """timm's models by name, each made when it is first asked for."""
+
+    def __missing__(self, name):
+        torch.manual_seed(0)
+        self[name] = timm.create_model(name, num_classes=1)
+        return self[name]
+
+
 @pytest.fixture(scope="module")
 def models():
-    torch.manual_seed(0)
-    return {name: timm.create_model(name, num_classes=1) for name in FAMILIES}
+    return OnDemand()
 
 
 @cache

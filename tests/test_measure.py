@@ -216,7 +216,7 @@ def cuda(monkeypatch):
     state = SimpleNamespace(log=[], synchronisations=0)
 
     class Event:
-        def __init__(self, enable_timing):
+        def __init__(self, device, enable_timing):
             assert enable_timing
 
         def record(self, stream):
@@ -229,12 +229,12 @@ def cuda(monkeypatch):
         def elapsed_time(self, end):
             return (end.at - self.at) * 1000
 
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: state.log.append("empty"))
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: state.log.append("reset"))
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 1000)
-    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 2000)
+    monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: state.log.append("empty"))
+    monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", lambda device: state.log.append("reset"))
+    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda device: 1000)
+    monkeypatch.setattr(torch.accelerator, "max_memory_reserved", lambda device: 2000)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="abc"))
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: None)
     monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
@@ -256,6 +256,20 @@ def test_cuda_block_is_timed_by_events_with_one_synchronisation(clock, cuda):
 
     assert measure.time_block(step, steps=3, device=CUDA, drop=2) == pytest.approx(5)
     assert cuda.log == ["step", "step", "record", "step", "step", "step", "record"] and cuda.synchronisations == 1
+
+
+@pytest.mark.parametrize("kind", ["xpu", "mps"])
+def test_other_accelerators_are_measured_alike_but_for_nvml(clock, cuda, kind, monkeypatch, capsys):
+    device = torch.device(kind)
+    assert measure.time_block(lambda: time.sleep(2), steps=3, device=device) == pytest.approx(2)
+    assert measure.memory(lambda: None, device) == {"allocated": 1000, "reserved": 2000}
+
+    def refuse(device):
+        raise RuntimeError("its allocator does not count")
+
+    monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", refuse)
+    assert measure.memory(lambda: None, device) == {}
+    assert capsys.readouterr().out == f"No memory is measured on {kind}: its allocator does not count\n"
 
 
 def test_cuda_memory_is_reset_before_it_is_read(cuda):

@@ -135,31 +135,20 @@ def test_the_road_map_lists_every_notebook():
             assert f"| {minutes} |" in row, row
 
 
-def test_one_changed_number_makes_nbval_fail(tmp_path):
-    """The negative control: were nbval comparing nothing, a wrong number would pass."""
-    source = (NOTEBOOKS / "00_start_here.ipynb").read_text(encoding="utf-8")
-    assert source.count("4,008,829 parameters") == 1
-    outcomes = {}
-    for name, text in [("true", source), ("false", source.replace("4,008,829 parameters", "4,008,828 parameters"))]:
-        copy = tmp_path / f"{name}.ipynb"
-        copy.write_text(text, encoding="utf-8")
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "--nbval",
-            "--nbval-current-env",
-            "--no-cov",
-            "-q",
-            "-c",
-            "/dev/null",
-        ]
-        variables = os.environ | environment(tmp_path)
-        outcomes[name] = subprocess.run([*command, copy], capture_output=True, text=True, cwd=tmp_path, env=variables)
-    assert outcomes["true"].returncode == 0, outcomes["true"].stdout
-    assert outcomes["false"].returncode == 1 and "1 failed" in outcomes["false"].stdout
+@pytest.mark.parametrize(("stored", "status"), [("4,008,829 parameters", 0), ("4,008,828 parameters", 1)])
+def test_one_changed_number_makes_the_test_command_fail(stored, status, tmp_path):
+    """The negative control, under the project's own settings: did they compare nothing, a wrong number would pass."""
+    cell = nbformat.v4.new_code_cell("print('4,008,829 parameters')", execution_count=1)
+    cell.outputs = [nbformat.v4.new_output("stream", name="stdout", text=f"{stored}\n")]
+    nbformat.write(nbformat.v4.new_notebook(cells=[cell]), tmp_path / "control.ipynb")
+    command = [sys.executable, "-m", "pytest", "-c", ROOT / "pyproject.toml", "--no-cov", tmp_path / "control.ipynb"]
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=variables)
+    assert result.returncode == status, result.stdout
+    assert f"1 {'failed' if status else 'passed'}" in result.stdout
 
 
+@pytest.mark.slow
 def test_another_kind_of_cpu_trains_the_same_network_in_notebook_03(tmp_path, monkeypatch):
     """Without vector instructions torch draws and sums float32 with other last bits, as other kinds of CPU do."""
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
@@ -184,9 +173,9 @@ for i in range(40):
     size = (20 + i, 50 - i) if i % 3 else (64, 48)
     picture = rng.integers(0, 128, (*size, 3), np.uint8) + np.uint8(100 * (i % 2))
     cv2.imwrite(str(folder / f"{{i}}.{{'png' if i % 4 else 'jpg'}}"), picture[:, :, 0] if i % 5 == 0 else picture)
-rows = [f"{{i}}.{{'png' if i % 4 else 'jpg'}},.,{{i % 2}}" for i in range(40)]
+rows = [f"{{i}}.{{'png' if i % 4 else 'jpg'}},.,{{i % {classes}}}" for i in range(40)]
 (folder / "mine.csv").write_text("image,path,label\\n" + "\\n".join(rows))
-TRAIN_CSV, HELD_OUT_CSV, BATCH, LEARNER_BATCH, WORKERS = folder / "mine.csv", None, 8, 8, 2
+TRAIN_CSV, HELD_OUT_CSV, CLASSES, BATCH, LEARNER_BATCH, WORKERS = folder / "mine.csv", None, {classes}, 8, 8, 2
 """
 
 INTERRUPT = """
@@ -206,6 +195,7 @@ def run_experiment(settings, tmp_path, monkeypatch):
     """Execute notebook 07 with more settings; returns all that it printed, and the records that it saved."""
     for variable, value in environment(tmp_path / "records").items():
         monkeypatch.setenv(variable, value)
+    monkeypatch.setenv("HALF_THE_BITS_ROUNDS", "4")
     invented.write(tmp_path / "records")  # what others measured must not disturb
     notebook = execute(NOTEBOOKS / "07_fp32_vs_amp_experiment.ipynb", QUICK + settings)
     printed = "\n".join(text for cell in code_cells(notebook) for text in text_outputs(cell))
@@ -214,8 +204,8 @@ def run_experiment(settings, tmp_path, monkeypatch):
     return printed, {(r["what"]["experiment"], r["what"]["arm"]): r["results"] for r in mine}
 
 
-def test_own_photographs_train_and_an_interrupt_keeps_what_was_measured(tmp_path, monkeypatch):
-    settings = OWN_PHOTOGRAPHS.format(folder=str(tmp_path)) + INTERRUPT
+def test_own_photographs_of_five_classes_train_and_an_interrupt_keeps_what_was_measured(tmp_path, monkeypatch):
+    settings = OWN_PHOTOGRAPHS.format(folder=str(tmp_path), classes=5) + INTERRUPT
     printed, saved = run_experiment(settings, tmp_path, monkeypatch)
     assert "train: 32 images" in printed and "held out: 8 images" in printed
     assert "Interrupted: 2 of 4 runs are complete and kept." in printed
@@ -224,8 +214,9 @@ def test_own_photographs_train_and_an_interrupt_keeps_what_was_measured(tmp_path
     assert "too few for an interval" in printed
 
 
+@pytest.mark.slow
 def test_diverged_runs_are_reported_and_not_plotted_as_numbers(tmp_path, monkeypatch):
-    few_images = OWN_PHOTOGRAPHS.format(folder=str(tmp_path))
+    few_images = OWN_PHOTOGRAPHS.format(folder=str(tmp_path), classes=2)
     printed, saved = run_experiment(few_images + "LR, FP16, EPOCHS = 1e20, True, 4", tmp_path, monkeypatch)
     assert printed.count("seeds that diverged: [0, 1]") == 3
     assert "diverged: 2 of 2 runs" in printed

@@ -16,7 +16,7 @@ _near = functools.partial(equal, rel=1e-6)
         (length, rank, world) for length, world in [(6, 2), (10, 3), (7, 1), (2, 5), (12, 5)] for rank in range(world)
     ],
     mistakes={
-        "All processes must get the same number; deal the first indices once more.": lambda length, rank, world: list(
+        "All processes must get the same number: go on dealing from the beginning.": lambda length, rank, world: list(
             range(length)
         )[rank::world],
         "Deal the indices like cards, one each in turn.": lambda length, rank, world: list(range(length))[
