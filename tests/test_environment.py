@@ -97,7 +97,7 @@ def tracked():
 
 def test_top_level_is_the_agreed_one():
     folders = {path.split("/")[0] for path in tracked() if "/" in path}
-    assert folders == {"notebooks", "helpers", "data", "tests", "tools", "docs", ".ci"}
+    assert folders == {"notebooks", "helpers", "data", "tests", "tools", "docs", ".ci", ".github"}
     assert not [path for path in tracked() if Path(path).name in ("uv.lock", "requirements.txt", "poetry.lock")]
 
 
@@ -109,7 +109,7 @@ def test_code_and_notebooks_are_in_ruff_s_style(command):
 
 def test_readme_s_links_lead_somewhere():
     for document in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]:
-        for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", document.read_text(encoding="utf-8")):
+        for target in re.findall(r"\]\((?!https?:|\.\./\.\./actions)([^)#]+)\)", document.read_text(encoding="utf-8")):
             assert (document.parent / target).exists(), f"{document.name}: {target}"
 
 
@@ -118,6 +118,16 @@ def test_readme_shows_the_two_commands_first():
     commands = [line.split("#")[0].strip() for line in code[0].splitlines()]
     assert commands == ["pip install uv && uv run jupyter lab", "pip install uv && uv run pytest"]
     assert "pip install uv && uv run pytest" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_workflow_runs_what_ci_runs_here():
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    steps = [step.get("run") for step in workflow["jobs"]["everything"]["steps"]]
+    assert steps[-1] == ".ci/run"
+    named = re.findall(r"tests/\w+\.py", str(workflow["jobs"]["quick"])) + re.findall(
+        r"tests/\w+\.py", (ROOT / ".ci" / "run").read_text()
+    )
+    assert len(named) > 10 and all((ROOT / path).is_file() for path in named)
 
 
 def test_helpers_stay_small_and_have_no_cycles():

@@ -48,9 +48,12 @@ data/README
 
 
 def adapt(app, name, source):
-    """Add a list for Sphinx's navigation; write links to headings in lower case, as MyST names them."""
+    """Add a list for Sphinx's navigation; write links to headings in lower case, as MyST names them.
+
+    The badge is for the repository's own page: its address is relative to that.
+    """
     if name == root_doc:
-        source[0] += CONTENTS
+        source[0] = re.sub(r"^\[!\[CI\].*$", "", source[0], flags=re.MULTILINE) + CONTENTS
     source[0] = re.sub(r"\.ipynb#[\w-]+", lambda link: link[0].lower(), source[0])
 
 

@@ -1,0 +1,100 @@
+"""The one list of private names of others that the suite uses: torch's next version may drop any of them.
+
+Where a name has gone, the message says what needs it. A name that is used and not listed fails too.
+"""
+
+import ast
+import importlib
+
+import nbformat
+import pytest
+import torch
+
+from tools.execute import NOTEBOOKS
+
+NEEDED_BY = {
+    "accelerate.state.AcceleratorState._reset_state": "notebook 10: several trainings in one process",
+    "node._input_metadata": "footprint: the shape and dtype of a gradient that backward expects",
+    "node._sequence_nr": "footprint: the order in which backward runs",
+    "torch.Tensor._base": "autocast.trace_casts: whose view a cast tensor is",
+    "torch.Tensor._is_view": "autocast.trace_casts: whose view a cast tensor is",
+    "torch.Tensor._make_wrapper_subclass": "autocast.cast_policies: a tensor of any device, without memory",
+    "torch.UntypedStorage()._cdata": "footprint: which tensors share their memory",
+    "torch.ops.aten.mm.default._schema": "autocast, footprint: the arguments of an op by name",
+    "torch._C._autocast_supported_devices": "autocast.cast_policies; notebook 04: which backends have autocast",
+    "torch._C._dispatch_get_registrations_for_dispatch_key": "autocast.cast_policies: the ops with a rule",
+    "torch._C._dispatch_get_all_op_names": "autocast.cast_policies: the overloads of an op",
+    "torch._C._dispatch_key_for_device": "autocast.cast_policies: the name of a device's autocast key",
+    "torch._C._DisableAutocast": "autocast: an op called without autocast",
+    "torch._C.DisableTorchFunctionSubclass": "check.mean_loss: a tensor that counts how often it is read",
+    "torch._VF": "autocast.cast_policies: RNN ops that torch does not offer elsewhere",
+    "torch._amp_update_scale_": "check.next_state: GradScaler's own rule",
+    "torch._functorch.config.backward_pass_autocast": "notebooks 05 and 12: the dtypes of a compiled backward",
+    "torch._scaled_mm": "notebook 11: a product in FP8",
+    "torch._subclasses.fake_tensor.FakeTensorMode": "autocast, footprint; notebooks 04, 06, 12: tensors without memory",
+    "torch.amp.GradScaler._get_growth_tracker": "check; notebook 03: the state of GradScaler",
+    "torch.distributed._tools.mem_tracker.MemTracker": "test_footprint: torch's own count, to compare with",
+    "torch.library._scoped_library": "footprint: attention as the fused kernels keep it",
+    "torch.nn.Module()._forward_hooks": "check.first_bad: hooks that were left behind",
+    "torch.nn.Module()._forward_pre_hooks": "check.first_bad: hooks that were left behind",
+    "torch.nn.modules.module._global_forward_hooks": "check.first_bad: hooks that were left behind",
+    "torch.nn.modules.module._global_forward_pre_hooks": "check.first_bad: hooks that were left behind",
+    "torch.ops.aten._local_scalar_dense": "footprint: a model that asks for a value",
+    "torch.ops.aten._scaled_dot_product_efficient_attention": "footprint: fused attention in float32",
+    "torch.ops.aten._scaled_dot_product_flash_attention": "footprint: fused attention in 16 bits",
+    "torch.ops.aten._to_copy": "autocast, footprint: the op that casts",
+    "torch.utils._python_dispatch.TorchDispatchMode": "autocast, footprint; notebooks 03 and 04: the ops that run",
+    "torch.utils._pytree.tree_leaves": "autocast, footprint: the tensors in nested arguments",
+}
+
+
+def look_up(name):
+    """The object of a dotted name; `Class()` in it stands for an instance, `node` for one of autograd's."""
+    first, *parts = name.split(".")
+    node = torch.ones(1, requires_grad=True).exp().grad_fn
+    found, path = node if first == "node" else importlib.import_module(first), first
+    for part in parts:
+        path = f"{path}.{part}"
+        try:
+            found = getattr(found, part.removesuffix("()"))
+        except AttributeError:
+            found = importlib.import_module(path)
+        found = found() if part.endswith("()") else found
+    return found
+
+
+@pytest.mark.parametrize("name", NEEDED_BY)
+def test_it_is_there(name):
+    try:
+        look_up(name)
+    except (AttributeError, ImportError) as error:
+        pytest.fail(f"{name} has gone ({error}). It is needed by {NEEDED_BY[name]}.")
+
+
+def sources():
+    for path in [*NOTEBOOKS.parent.glob("helpers/**/*.py"), NOTEBOOKS.parent / "tests/test_footprint.py"]:
+        yield path.name, path.read_text(encoding="utf-8")
+    for path in NOTEBOOKS.glob("*.ipynb"):
+        for cell in nbformat.read(path, as_version=4).cells:
+            if cell.cell_type == "code" and not cell.source.startswith("%%"):
+                yield path.name, cell.source
+
+
+def is_private(name):
+    return name.startswith("_") and not name.endswith("__")
+
+
+def test_all_that_are_used_are_listed():
+    """Names of torch are told from the suite's own by where they are defined."""
+    known = {part.removesuffix("()") for name in NEEDED_BY for part in name.split(".")}
+    known.add("_repr_mimebundle_")  # IPython documents it
+    used = set()
+    for where, source in sources():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                known.add(node.name)
+            elif isinstance(node, ast.Attribute) and getattr(node.value, "id", "") not in ("self", "cls"):
+                used.add((node.attr, where))
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                used |= {(part, where) for part in node.module.split(".")}
+    assert not {(name, where) for name, where in used if is_private(name) and name not in known}
