@@ -1,0 +1,113 @@
+"""Change one thing in a helper, and see whether its tests notice.
+
+uv run python -m tools.mutants formats measure          # ten changes of each of these
+uv run python -m tools.mutants --each 20                # twenty of every module
+
+A mutant that no test kills is a line that the tests do not hold, or one that does not matter: look at each. Works in a
+copy; the share of mutants killed comes last.
+"""
+
+import argparse
+import ast
+import copy
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parent.parent
+HELPERS = ROOT / "helpers"
+TESTS = {"passed": "test_progress", "ready": "test_hosted"}  # others: test_NAME, and test_check for exercises
+OPPOSITES = [
+    (ast.Lt, ast.LtE),
+    (ast.Gt, ast.GtE),
+    (ast.Eq, ast.NotEq),
+    (ast.In, ast.NotIn),
+    (ast.Is, ast.IsNot),
+    (ast.Add, ast.Sub),
+    (ast.Mult, ast.Div),
+    (ast.And, ast.Or),
+]
+OPPOSITE = {one: other for pair in OPPOSITES for one, other in (pair, pair[::-1])}
+
+
+def changes(node):
+    """What may be done to a node of the tree: functions that change it in place."""
+    if isinstance(node, ast.Compare) and type(node.ops[0]) in OPPOSITE:
+        yield lambda node: node.ops.__setitem__(0, OPPOSITE[type(node.ops[0])]())
+    if isinstance(node, ast.BinOp | ast.BoolOp) and type(node.op) in OPPOSITE:
+        yield lambda node: setattr(node, "op", OPPOSITE[type(node.op)]())
+    if isinstance(node, ast.Constant) and isinstance(node.value, bool):
+        yield lambda node: setattr(node, "value", not node.value)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+        yield lambda node: setattr(node, "value", node.value + 1)
+    if isinstance(node, ast.If | ast.IfExp | ast.While):
+        yield lambda node: setattr(node, "test", ast.UnaryOp(ast.Not(), node.test))
+    if isinstance(node, ast.Return) and node.value is not None:
+        yield lambda node: setattr(node, "value", ast.Constant(None))
+
+
+def mutants(source):
+    """Every mutant of a module: the line that differs, before and after, and the whole source."""
+    tree = ast.parse(source)
+    for place, node in enumerate(ast.walk(tree)):
+        for number, _ in enumerate(changes(node)):
+            other = copy.deepcopy(tree)
+            mutated = list(ast.walk(other))[place]
+            before = ast.unparse(mutated)
+            list(changes(mutated))[number](mutated)
+            after = ast.unparse(ast.fix_missing_locations(mutated))
+            shown = [text.splitlines()[0] for text in (before, after)]
+            yield f"line {node.lineno}: {shown[0]}  ->  {shown[1]}", ast.unparse(ast.fix_missing_locations(other))
+
+
+def tests_of(path):
+    default = "test_check" if path.parent.name == "check" else f"test_{path.stem}"
+    return f"tests/{TESTS.get(path.stem, default)}.py"
+
+
+def survives(path, source, folder):
+    """Whether the tests of a helper pass although its source is this."""
+    there = folder / path.relative_to(ROOT)
+    original = there.read_text(encoding="utf-8")
+    there.write_text(source, encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "--no-cov", tests_of(path)]
+    environment = os.environ | {"PYTHONPATH": str(folder)}
+    try:
+        result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, timeout=300)
+        return result.returncode == 0
+    except subprocess.TimeoutExpired:
+        return False
+    finally:
+        there.write_text(original, encoding="utf-8")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("modules", nargs="*", help="names of helpers; none: all")
+    parser.add_argument("--each", type=int, default=10, help="how many mutants of each")
+    options = parser.parse_args()
+    paths = [path for path in sorted(HELPERS.rglob("*.py")) if path.stem in options.modules or not options.modules]
+    killed = tried = 0
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "suite"
+        shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".*", "site", "__pycache__"))
+        for path in paths:
+            found = list(mutants(path.read_text(encoding="utf-8")))
+            chosen = random.Random(path.stem).sample(found, min(options.each, len(found)))
+            for words, source in tqdm(chosen, desc=path.stem, leave=False):
+                tried += 1
+                if survives(path, source, folder):
+                    tqdm.write(f"{path.relative_to(ROOT)}, {words}")
+                else:
+                    killed += 1
+    print(f"{killed} of {tried} mutants were killed, {killed / max(1, tried):.0%}")
+
+
+if __name__ == "__main__":
+    main()
