@@ -1,8 +1,8 @@
 """The engine of all exercises: it calls an answer, compares, and replies in words at once. It never raises.
 
 An exercise is data: a reference, the cases that it is called with, and the mistakes that people make, each a program
-that makes it, under the hint that helps. Where an answer differs from the reference, the first mistake that does the
-same in this case says which hint to give.
+that makes it, under the hint that helps. Where an answer differs from the reference, the first mistake that has given
+the same in all cases so far says which hint to give.
 """
 
 import copy
@@ -142,12 +142,9 @@ class Exercise:
             if not self._agree(given, right):
                 hint = next((words for words, mistake in self.mistakes.items() if self._gives(mistake, seen)), hint)
                 call = self.show(*arguments)
-                words = (
-                    f"for {call} {_difference(given, right, self.same)}"
-                    if call
-                    else _difference(given, right, self.same)
-                )
-                return f"Not right yet: {words}. {hint}".rstrip(), self.draw(given, right, *arguments)
+                where = f"for {call} " if call else ""
+                words = f"Not right yet: {where}{_difference(given, right, self.same)}. {hint}".rstrip()
+                return words, self.draw(given, right, *arguments)
         return None, ()
 
     def _agree(self, given, right):
