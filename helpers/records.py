@@ -50,10 +50,14 @@ def new(experiment, arm, config, results, manifest):
     }
 
 
+@cache
+def _validator():
+    return Draft202012Validator(json.loads(SCHEMA.read_text(encoding="utf-8")))
+
+
 def validate(record, source="This record"):
     """Raise RecordError, naming `source` and every fault, unless `record` follows `data/record.schema.json`."""
-    validator = Draft202012Validator(json.loads(SCHEMA.read_text(encoding="utf-8")))
-    faults = [f"{fault.json_path}: {fault.message}" for fault in validator.iter_errors(record)]
+    faults = [f"{fault.json_path}: {fault.message}" for fault in _validator().iter_errors(record)]
     if faults:
         raise RecordError(f"{source} is refused. Complete it with hardware.manifest(device):\n  " + "\n  ".join(faults))
 
@@ -84,6 +88,27 @@ def save(record):
         os.fsync(file.fileno())
     unfinished.replace(path)
     return path
+
+
+def keep(experiment, arm, config, results, manifest):
+    """Save a record of these parts (see `new`). Where that fails, say why and go on: a measurement that cannot be saved
+    is still there to be looked at. Returns the file's path, or None."""
+    try:
+        return save(new(experiment, arm, config, results, manifest))
+    except (RecordError, OSError) as error:
+        print(f"Not saved: {experiment}, {arm}: {error}")
+        return None
+
+
+def load(experiment):
+    """The records of one experiment, of the suite and the reader's own, oldest first.
+
+    Examples
+    --------
+    >>> [record["what"]["arm"] for record in load("04 cast policies")]
+    ['2.11.0', '2.15.0']
+    """
+    return [record for record in load_all() if record["what"]["experiment"] == experiment]
 
 
 def load_all():

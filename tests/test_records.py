@@ -33,8 +33,7 @@ def company(request, folder):
 
 def of_notebook_08(experiment):
     """The records of an experiment of notebook 08 that were made on the machine which README names."""
-    found = [r for r in records.load_all() if r["what"]["experiment"] == experiment]
-    return [r for r in found if r["device"]["name"] == "Intel Xeon"]
+    return [record for record in records.load(experiment) if record["device"]["name"] == "Intel Xeon"]
 
 
 def a_record(**results):
@@ -92,6 +91,14 @@ def test_nan_is_no_result(folder):
     assert not list(folder.iterdir())
 
 
+def test_what_cannot_be_kept_is_said_and_stops_nothing(folder, capsys):
+    facts = manifest(CPU)
+    assert records.keep("test", "bf16", {"batch": 2}, {"seconds": 1.0}, facts).is_file()
+    assert records.keep("test", "fp32", {"batch": 2}, {"seconds": math.nan}, facts) is None
+    assert capsys.readouterr().out.startswith("Not saved: test, fp32: This record is not plain JSON")
+    assert [record["what"]["arm"] for record in records.load("test")] == ["bf16"] and not records.load("tes")
+
+
 def test_broken_file_is_named(folder):
     (folder / "cut.json").write_text('{"schema": 1,')
     with pytest.raises(records.RecordError, match=r"cut\.json is not JSON"):
@@ -110,7 +117,7 @@ def test_published_figures_are_labelled_as_such(company):
 
 
 def test_figures_of_the_blog_posts_name_their_post():
-    published = [r for r in records.load_all() if r["what"]["experiment"] == "07 published"]
+    published = records.load("07 published")
     assert len(published) == 4 and all("如何使用 PyTorch 进行半精度训练" in r["source"] for r in published)
 
 
