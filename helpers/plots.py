@@ -8,6 +8,8 @@ import seaborn as sns
 from IPython.display import display
 from matplotlib.ticker import MaxNLocator
 
+PALETTE = "colorblind"  # seaborn's; every figure of the suite takes its colours from here
+
 
 def _axes(title, width=7.0, height=3.0):
     with sns.axes_style("white"):
@@ -38,7 +40,7 @@ def bars(values, title, unit, low=None, high=None, reference=None):
     decided nothing: it is grey and hatched.
     """
     axes = _axes(title, height=0.9 + 0.45 * len(values))
-    colors, hatches = sns.color_palette("colorblind", len(values)), None
+    colors, hatches = sns.color_palette(PALETTE, len(values)), None
     words = {name: f"{value:,.3g}" for name, value in values.items()}
     if low is not None and reference is not None:
         undecided = (low <= reference) & (reference <= high)
@@ -62,7 +64,7 @@ def stacked_bars(table, title, unit):
     """One horizontal bar a row of `table`, made of its columns; hatched so that grey print tells them apart."""
     axes = _axes(title, height=1.3 + 0.45 * len(table))
     left = 0 * table.iloc[:, 0]
-    for column, color, hatch in zip(table, cycle(sns.color_palette("colorblind")), cycle(["", "//", "..", "xx", "--"])):
+    for column, color, hatch in zip(table, cycle(sns.color_palette(PALETTE)), cycle(["", "//", "..", "xx", "--"])):
         axes.barh(table.index, table[column], left=left, color=color, hatch=hatch, edgecolor="white", label=column)
         left = left + table[column]
     for row, total in enumerate(left):
@@ -83,7 +85,7 @@ def curves(table, x, y, by, title, log2=(), log10=(), step=False, from_zero=True
         print(f"{title}: nothing to draw")
         return
     axes = _axes(title, height=3.6)
-    style = {"hue": by, "style": by, "markers": True, "dashes": False, "palette": "colorblind"}
+    style = {"hue": by, "style": by, "markers": True, "dashes": False, "palette": PALETTE}
     extremes = lambda values: (values.min(), values.max())
     sns.lineplot(table, x=x, y=y, errorbar=extremes, drawstyle="steps-post" if step else "default", ax=axes, **style)
     axes.legend(frameon=False)
@@ -105,7 +107,7 @@ def histogram(values, title, x, edges, marks=None):
     marks: {text: place on the axis} of dashed vertical lines.
     """
     axes = _axes(title)
-    counts, *_ = axes.hist(values, edges, color=sns.color_palette("colorblind")[0])
+    counts, *_ = axes.hist(values, edges, color=sns.color_palette(PALETTE)[0])
     _mark(axes, marks or {})
     axes.set(xlabel=x, ylabel="how many")
     if marks:
@@ -121,7 +123,7 @@ def ranges(table, title, x, y):
     Axes are called `x` and `y`, both logarithmic; rows are named by the index.
     """
     axes = _axes(title, height=3.8)
-    for row, color, marker in zip(table.itertuples(), cycle(sns.color_palette("colorblind")), cycle("os^DvPX")):
+    for row, color, marker in zip(table.itertuples(), cycle(sns.color_palette(PALETTE)), cycle("os^DvPX")):
         axes.plot([row.subnormal, row.normal], [row.precision] * 2, ":", color=color, linewidth=2)
         axes.plot([row.normal, row.max], [row.precision] * 2, color=color, marker=marker, linewidth=3)
         axes.annotate(row.Index, (row.max, row.precision), xytext=(0, 6), textcoords="offset points", ha="right")
@@ -140,7 +142,7 @@ def points(table, x, by, title):
         print(f"{title}: nothing to draw")
         return
     axes = _axes(title, height=0.9 + 0.6 * table[by].nunique())
-    sns.stripplot(table, x=x, y=by, hue=by, palette="colorblind", jitter=0.2, alpha=0.7, legend=False, ax=axes)
+    sns.stripplot(table, x=x, y=by, hue=by, palette=PALETTE, jitter=0.2, alpha=0.7, legend=False, ax=axes)
     means = table.groupby(by, sort=False)[x].mean()
     axes.scatter(means, means.index, marker="|", s=500, color="black", zorder=3)
     axes.set(ylabel="", ylim=(table[by].nunique() - 0.5, -0.5))
@@ -162,7 +164,7 @@ def areas(table, title, x, y, marks):
     """The columns of `table` stacked over its index, the first at the bottom; hatched so that grey print tells them
     apart. `marks` is a dict of places on x by the label that begins there."""
     axes = _axes(title, height=3.6)
-    colors = sns.color_palette("colorblind", table.shape[1])
+    colors = sns.color_palette(PALETTE, table.shape[1])
     drawn = axes.stackplot(table.index, table.T.to_numpy(), colors=colors, labels=table.columns, edgecolor="white")
     for area, hatch in zip(drawn, cycle(["", "//", "..", "xx", "--"])):
         area.set(hatch=hatch, linewidth=0)
@@ -190,7 +192,7 @@ def roofline(ops, rates, bandwidth, title):
         "style": "kind",
         "size": "seconds",
         "sizes": (15, 250),
-        "palette": "colorblind",
+        "palette": PALETTE,
         "alpha": 0.7,
     }
     sns.scatterplot(ops, x="intensity", y="rate", legend=False, ax=axes, zorder=3, **look)
