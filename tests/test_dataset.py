@@ -251,3 +251,12 @@ def test_made_photographs_are_as_large_as_real_ones(tmp_path):
         assert 3e5 < Path(file).stat().st_size < 8e5
     first, second = (read_image(file).astype(int) for file in table.file[:2])
     assert abs(first - second).mean() > 5, "each has a scene of its own"
+
+
+def test_random_windows_reach_all_edges_and_no_further(tmp_path):
+    pixels = np.arange(16, dtype=np.uint8).reshape(4, 4) * 16
+    cv2.imwrite(str(tmp_path / "a.png"), pixels)
+    dataset = ImageDataset(load_table(write_csv(tmp_path, ["a.png,.,0"])), (2, 2), crop=0.5)
+    torch.manual_seed(0)
+    corners = {int(dataset.resized(0)[0, 0, 0]) // 16 for _ in range(200)}
+    assert corners == {0, 1, 2, 4, 5, 6, 8, 9, 10}, "nine places for a window of half the size"

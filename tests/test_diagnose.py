@@ -65,3 +65,13 @@ def test_a_loss_that_is_not_finite_is_told(capsys):
     model = nn.Linear(2, 1)
     diagnose(model, lambda: model(torch.ones(1, 2)).sum() * math.inf, steps=1)
     assert capsys.readouterr().out.startswith("step 1: returned ")
+
+
+def test_the_share_of_zeros_is_a_percentage():
+    model = nn.Sequential(nn.Linear(1, 4, bias=False), nn.ReLU())
+    nn.init.constant_(model[0].weight, 2.0)
+    model[0].weight.data[0] = -1.0
+    table = diagnose(model, lambda: model(torch.ones(2, 1)).sum().backward(), steps=1)
+    zeros = dict(zip(table.what + " " + table["where"], table["% zero"]))
+    assert zeros["output of 0"] == 0 and zeros["output of 1"] == 25
+    assert zeros["gradient at output of 0"] == 25 and zeros["gradient of 0.weight"] == 25
