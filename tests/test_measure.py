@@ -156,6 +156,34 @@ def test_warm_up_sees_a_drift_of_more_than_its_tolerance(clock, growth, settled)
     assert measure.warm_up(lambda: time.sleep(next(durations)), CPU, steps=1, at_most=9).settled == settled
 
 
+def test_warm_up_gives_up_after_so_many_blocks(clock):
+    seconds, calls = iter(range(1, 1000)), []
+
+    def slower_and_slower():
+        calls.append(1)
+        time.sleep(next(seconds))
+
+    assert not measure.warm_up(slower_and_slower, CPU, steps=2, at_most=7).settled
+    assert len(calls) == 1 + 7 * 2, "the first step is timed alone"
+
+
+def test_tests_may_shorten_what_is_timed(clock, monkeypatch):
+    monkeypatch.setenv("HALF_THE_BITS_ROUNDS", "3")
+    arms = {name: lambda: time.sleep(1) for name in ("a", "b")}
+    assert len(measure.compare(arms, CPU, 1, rounds=5, steps=1)) == 3 * 2
+    assert len(measure.compare(arms, CPU, 1, rounds=2, steps=1)) == 2 * 2
+
+
+@pytest.mark.parametrize("hidden", [True, False])
+def test_progress_bar_can_be_hidden(monkeypatch, hidden):
+    monkeypatch.delenv("TQDM_DISABLE", raising=False)
+    if hidden:
+        monkeypatch.setenv("TQDM_DISABLE", "1")
+    bar = measure.progress(range(3))
+    assert bar.disable == hidden and not bar.leave
+    bar.close()
+
+
 def test_kept_for_backward_counts_bytes_by_hand():
     model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Sigmoid())
     x = torch.randn(16, 8)

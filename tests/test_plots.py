@@ -48,6 +48,13 @@ def test_bars_carry_their_numbers_intervals_and_reference(figure):
     assert equal.get_hatch() and not faster.get_hatch()
 
 
+@pytest.mark.parametrize(("low", "high", "grey"), [(0.9, 1.0, True), (1.0, 1.1, True), (0.9, 0.99, False)])
+def test_an_interval_that_ends_at_the_reference_contains_it(figure, low, high, grey):
+    bar = pd.Series({"bf16": (low + high) / 2})
+    drawn = figure(plots.bars, bar, "Speed", "times", low=bar * 0 + low, high=bar * 0 + high, reference=1)
+    assert ("times; grey: the interval contains 1" in texts(drawn)) == grey
+
+
 def test_bars_without_a_reference_are_not_grey(figure):
     speed = pd.Series({"FP32": 1.0, "bf16": 1.62})
     drawn = figure(plots.bars, speed, "Speed", "times", low=speed - 0.1, high=speed + 0.2)
@@ -99,6 +106,14 @@ def test_histogram_counts_between_the_edges(figure):
     assert {"Halves", "value", " limit"} <= set(texts(drawn))
     assert list(drawn.axes[0].lines[0].get_xdata()) == [1.5, 1.5]
     assert drawn.alt == "Histogram: Halves. How many by value: most 2 around 0.5; limit 1.5."
+
+
+def test_marks_of_a_histogram_have_room_above_the_bars(figure):
+    values, edges = torch.tensor([1.5] * 100), [0, 1, 2, 3]
+    plain = figure(plots.histogram, values, "Sizes", "size", edges)
+    marked = figure(plots.histogram, values, "Sizes", "size", edges, marks={"limit": 2})
+    assert marked.axes[0].get_ylim()[1] >= 114 > plain.axes[0].get_ylim()[1]
+    assert " limit" in texts(marked)
 
 
 def test_ranges_put_each_row_at_its_precision(figure):

@@ -99,6 +99,12 @@ def test_what_cannot_be_kept_is_said_and_stops_nothing(folder, capsys):
     assert [record["what"]["arm"] for record in records.load("test")] == ["bf16"] and not records.load("tes")
 
 
+def test_a_folder_that_is_not_there_yet_can_be_written_where_its_parent_can(tmp_path, monkeypatch):
+    assert records._is_writable(tmp_path / "new" / "deep")
+    monkeypatch.setattr(records.os, "access", lambda place, mode: place != tmp_path)
+    assert not records._is_writable(tmp_path / "new" / "deep")
+
+
 def test_broken_file_is_named(folder):
     (folder / "cut.json").write_text('{"schema": 1,')
     with pytest.raises(records.RecordError, match=r"cut\.json is not JSON"):
