@@ -180,6 +180,11 @@ def cast_policies(device_type):
 
     Nothing is copied from a list: each op is called on small tensors without memory, and the casts that
     reach them are watched. The device may be missing. Raises ValueError for a device type that autocast does not know.
+
+    Examples
+    --------
+    >>> cast_policies("cuda").query("op == 'aten::addmm' and overload == ''").policy.item()
+    'lower'
     """
     known = torch._C._autocast_supported_devices()
     if device_type not in known:
@@ -274,6 +279,13 @@ def trace_casts(fn, *args, device_type="cuda", dtype=torch.float16):
 
     Raises ValueError where the device is missing and is not "cuda", the only one that fake tensors stand in for here,
     and where `fn` uses tensors that are not among its arguments.
+
+    Examples
+    --------
+    >>> trace_casts(torch.nn.Linear(2, 2), torch.ones(1, 2))[["op", "inputs", "output", "cast_bytes"]]
+                op                     inputs   output  cast_bytes
+    0      aten::t                    float16  float16           0
+    1  aten::addmm  float16, float16, float16  float16          48
     """
     fake = device_type != "cpu" and not torch.get_device_module(device_type).is_available()
     if fake and device_type != "cuda":

@@ -23,6 +23,11 @@ class BitView:
 
     Attributes: `format` (a FloatFormat), `code` (int), `value` (float), `kind` (see `FloatFormat.kind`), and `given`,
     the float before it was rounded. Raises TypeError, ValueError or KeyError as `helpers.formats` does.
+
+    Examples
+    --------
+    >>> BitView(0.1, "fp16")
+    fp16       0 | 01011 | 1001100110   0.0999755859375   0x2e66   normal   0.1 rounded by -2.44e-05
     """
 
     def __init__(self, value_or_code, format):

@@ -33,6 +33,11 @@ def load_table(csv, classes=2):
     image's absolute path, and `line`, its line in the CSV (the header is line 1). `label` is an int.
     Raises DatasetError for a missing or empty CSV, a missing column, a label that is not a whole number below
     `classes`, a relative path that leaves the CSV's folder, and a missing file.
+
+    Examples
+    --------
+    >>> len(load_table(DATA / "digits" / "train.csv"))
+    1437
     """
     csv = Path(os.path.normpath(Path(csv).expanduser().absolute()))  # links are not followed: images may be linked in
     try:
@@ -105,6 +110,13 @@ class ImageDataset(Dataset):
     model with one output. `size` is OpenCV's (width, height). With `check=True` every file is decoded once, here, with
     a progress bar; DatasetError names all that cannot be decoded. `check=False` is for files that have been checked
     before. `crop` below 1 is augmentation: each image is a random window, that share of its height and of its width.
+
+    Examples
+    --------
+    >>> digits = ImageDataset(load_table(DATA / "digits" / "train.csv"), size=(32, 32), check=False)
+    >>> image, label = digits[0]
+    >>> tuple(image.shape), label
+    ((3, 32, 32), tensor([0.]))
     """
 
     def __init__(self, table, size=(384, 512), check=True, crop=1.0, labels=None):
@@ -156,6 +168,11 @@ def load_pair(train_csv, held_out_csv=None, held_out_share=0.2, classes=2):
 
     Without `held_out_csv`, a `held_out.csv` beside `train_csv` is taken. If there is none, `held_out_share` of the rows
     is held out, the same rows every time and as many of each label as in the whole.
+
+    Examples
+    --------
+    >>> [len(table) for table in load_pair(DATA / "digits" / "train.csv")]
+    [1437, 360]
     """
     table, beside = load_table(train_csv, classes), Path(train_csv).expanduser().with_name("held_out.csv")
     if held_out_csv is not None or beside.is_file():

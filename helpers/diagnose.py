@@ -38,6 +38,13 @@ def diagnose(model, step, scaler=None, steps=3):
     gradient that came back to it, the gradient of each weight; with dtype, largest finite absolute value, percentage
     of zeros, and whether all of it is finite. Gradients are seen scaled, as backward computes them. An error of
     `step` is raised when what was seen until then has been told.
+
+    Examples
+    --------
+    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    >>> table = diagnose(model, lambda: model(torch.full((1, 2), math.inf)).sum().backward(), steps=1)
+    step 1: output of 0 (float32) is the first that is not finite
+    dtypes of outputs: float32
     """
     rows = []
 

@@ -18,6 +18,12 @@ class FloatFormat:
 
     specials: "ieee", the highest exponent holds the infinities (fraction 0) and NaNs; "nan", only the codes that are
         all ones after the sign are NaN, and there is no infinity; "none", every code is a number.
+
+    Examples
+    --------
+    >>> half = FORMATS["fp16"]
+    >>> half.decode([0x3C00, 0x7BFF]).tolist(), hex(half.encode(0.1)), half.max
+    ([1.0, 65504.0], '0x2e66', 65504.0)
     """
 
     name: str

@@ -81,6 +81,11 @@ def native_formats(device):
 
     P100 and GTX 16xx have no Tensor Cores, but fp16 at twice the rate of fp32. The bool is None where torch has no way
     to tell (a GPU of another maker).
+
+    Examples
+    --------
+    >>> native_formats(torch.device("cpu"))["TF32"]
+    False
     """
     if device.type == "cuda" and torch.version.hip is None:
         capability = torch.cuda.get_device_capability(device)

@@ -37,6 +37,10 @@ def torchrun(script, *arguments, processes=2, options=("--standalone",), timeout
     `--standalone` is one machine and a free port. The processes share the cores evenly, and print without colours.
     If `timeout` seconds pass, or the notebook's stop button is pressed, torchrun and all that it started are killed.
     Raises TimeoutError in the first case, FileNotFoundError for a script that is not there.
+
+    Examples
+    --------
+    >>> torchrun("train.py", processes=2).outputs  # doctest: +SKIP
     """
     if not Path(script).is_file():
         raise FileNotFoundError(f"no script {script}; run the cell that writes it first")

@@ -84,7 +84,13 @@ def warm_up(step, device, steps=5, tolerance=0.01, at_most=18):
 
 def abba(names, rounds, seed=0):
     """The order in which to measure: `rounds` lists of all `names`, each odd list a random order, each even list the
-    one before it reversed, so that a slow drift of the machine burdens all names alike."""
+    one before it reversed, so that a slow drift of the machine burdens all names alike.
+
+    Examples
+    --------
+    >>> abba(["a", "b", "c"], rounds=2)
+    [['c', 'a', 'b'], ['b', 'a', 'c']]
+    """
     shuffle, order = np.random.default_rng(seed), []
     for number in range(rounds):
         order.append(order[-1][::-1] if number % 2 else shuffle.permutation(names).tolist())
@@ -116,7 +122,13 @@ def compare(arms, device, images, rounds=20, steps=10, drop=2, seed=0):
 
 @dataclass(frozen=True)
 class Ratio:
-    """A ratio of medians with its bootstrap interval."""
+    """A ratio of medians with its bootstrap interval.
+
+    Examples
+    --------
+    >>> print(Ratio(1.2, 1.1, 1.3), 1 in Ratio(1.2, 1.1, 1.3))
+    1.20 [1.10, 1.30] False
+    """
 
     value: float
     low: float
@@ -155,7 +167,14 @@ def _ratio_of_medians(*samples, axis):
 
 def speedup(times, arm, baseline, confidence=0.95, seed=0):
     """How many times faster `arm` is than `baseline`, with its interval, as `product` of one. `times` is what `compare`
-    returned."""
+    returned.
+
+    Examples
+    --------
+    >>> times = pd.DataFrame({"round": [0, 0, 1, 1], "arm": ["a", "b"] * 2, "seconds": [2.0, 1.0, 2.0, 1.0]})
+    >>> print(speedup(times, "b", "a"))
+    2.00 [2.00, 2.00]
+    """
     return product((times, arm, baseline), confidence=confidence, seed=seed)
 
 
@@ -183,6 +202,12 @@ def kept_for_backward(model, forward):
 
     Counted with saved-tensor hooks, each storage once: all that autograd saves, and the same in every run. What an
     operation keeps by itself (a library's workspace) is not seen.
+
+    Examples
+    --------
+    >>> layer = torch.nn.Linear(4, 4)
+    >>> kept_for_backward(layer, lambda: layer(torch.ones(2, 4)))
+    {'float32': 32}
     """
     weights = {tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()]}
     kept = {}  # holds the tensors, lest a freed address be given to another one and be counted as the same
@@ -258,6 +283,16 @@ def fitting_batch(run, batch):
     """The largest of `batch`, `batch // 2`, ... for which `run(batch)` does not run out of memory.
 
     Says so each time it halves. Raises the error if a single image does not fit.
+
+    Examples
+    --------
+    >>> def run(batch):
+    ...     if batch > 10:
+    ...         raise MemoryError
+    >>> fitting_batch(run, 32)
+    Batch 32 runs out of memory; trying 16.
+    Batch 16 runs out of memory; trying 8.
+    8
     """
     while True:
         try:

@@ -92,7 +92,12 @@ def save(record):
 
 def keep(experiment, arm, config, results, manifest):
     """Save a record of these parts (see `new`). Where that fails, say why and go on: a measurement that cannot be saved
-    is still there to be looked at. Returns the file's path, or None."""
+    is still there to be looked at. Returns the file's path, or None.
+
+    Examples
+    --------
+    >>> keep("mine", "bf16", {"batch": 32}, {"seconds": 0.1}, hardware.manifest(device))  # doctest: +SKIP
+    """
     try:
         return save(new(experiment, arm, config, results, manifest))
     except (RecordError, OSError) as error:
