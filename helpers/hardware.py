@@ -79,8 +79,8 @@ def loader_workers(at_most=8):
 def native_formats(device):
     """Which formats `device` has fast units for, Tensor Cores or others: a dict from fp16, bf16, TF32, FP8 to a bool.
 
-    P100 and GTX 16xx have no Tensor Cores, but fp16 at twice the rate of fp32. The bool is None where torch has no way
-    to tell (a GPU of another maker).
+    P100 and GTX 16xx have no Tensor Cores, but fp16 at twice the rate of fp32. The bool is None for a GPU of
+    another maker: of those this function knows nothing.
 
     Examples
     --------
