@@ -312,7 +312,7 @@ print(first.parent)
 
 def test_records_go_elsewhere_where_data_is_read_only(read_only, tmp_path):
     folder, temporary = tmp_path / "input", tmp_path / "temporary"
-    for name in ("helpers", "tests"):
+    for name in ("helpers", "tests", "tools"):
         shutil.copytree(ROOT / name, folder / name)
     (folder / "data" / "records").mkdir(parents=True)
     shutil.copy(ROOT / "data" / "record.schema.json", folder / "data")
