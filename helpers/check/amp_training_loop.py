@@ -84,18 +84,22 @@ def _accumulated(answer, count, infinite):
 
 _near = functools.partial(equal, rel=1e-3)
 
+_FAULTS = {  # of either step, by the hint that names them
+    "Call the model under autocast, in dtype.": "no autocast",
+    "Call scaler.step(optimizer).": "no step",
+    "Call scaler.update() in the end.": "no update",
+    "Gradients of the step before are still in it. Call optimizer.zero_grad() first.": "no zero_grad",
+    "Step by scaler.step(optimizer), which skips a step whose gradients are infinite.": "plain step",
+}
+
 
 @exercise(
     cases=[(4, False), (2, False), (4, True)],
     mistakes={
-        "Call the model under autocast, in dtype.": _with("no autocast"),
+        **{hint: _with(fault) for hint, fault in _FAULTS.items()},
         "Step and update once, when all parts are done.": _with("a step for each part"),
-        "Call scaler.step(optimizer).": _with("no step"),
-        "Call scaler.update() in the end.": _with("no update"),
         "Divide each loss by len(parts): the batch's loss is the mean of theirs.": _with("not divided"),
-        "Gradients of the step before are still in it. Call optimizer.zero_grad() first.": _with("no zero_grad"),
         "There are len(parts) parts, not always 4.": _with("divided by 4"),
-        "Step by scaler.step(optimizer), which skips a step whose gradients are infinite.": _with("plain step"),
     },
     observe=_accumulated,
     same=_near,
@@ -125,14 +129,10 @@ def _clipping(fault):
 @exercise(
     cases=[(False,), (True,)],
     mistakes={
+        **{hint: _clipping(fault) for hint, fault in _FAULTS.items()},
         "That is the norm of the scaled gradients. Call scaler.unscale_(optimizer) before.": _clipping("not unscaled"),
         "The weight moved as without clipping. Clip between unscale_ and step.": _clipping("not clipped"),
-        "Call the model under autocast, in dtype.": _clipping("no autocast"),
-        "Call scaler.step(optimizer).": _clipping("no step"),
-        "Call scaler.update() in the end.": _clipping("no update"),
-        "Gradients of the step before are still in it. Call optimizer.zero_grad() first.": _clipping("no zero_grad"),
         "Return the norm before clipping, which clip_grad_norm_ returns.": _clipping("the limit"),
-        "Step by scaler.step(optimizer), which skips a step whose gradients are infinite.": _clipping("plain step"),
     },
     observe=_clipped,
     same=_near,
