@@ -183,13 +183,13 @@ selector => {
 }"""
 
 
-def test_charts_of_the_clinic_lead_to_their_cases(lab, page):
+def test_tables_of_the_clinic_lead_to_their_cases(lab, page):
     address, token, _ = lab
     page.goto(f"{address}/lab/tree/notebooks/12_troubleshooting_clinic.ipynb?reset&token={token}")
     page.get_by_text("Python 3 (ipykernel) | Idle").wait_for(timeout=60_000)
     page.wait_for_timeout(5000)  # until the cells in between have their heights
-    page.get_by_role("link", name="29", exact=True).first.click()
-    page.wait_for_function(IS_NEAR, arg='[data-jupyter-id="Case-29"]', timeout=30_000)
+    page.get_by_role("link", name="Checkpointing by hand", exact=True).first.click()
+    page.wait_for_function(IS_NEAR, arg='[data-jupyter-id="Checkpointing-by-hand"]', timeout=30_000)
     page.wait_for_function("document.querySelectorAll('.jp-InputPlaceholder').length > 10", timeout=30_000)  # fixes
     assert not page.errors
 

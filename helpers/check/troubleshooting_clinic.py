@@ -182,12 +182,12 @@ def _with(fault):
         "The gradients of the last step are still there: `zero_grad` without brackets calls nothing.": (
             _with("no zero_grad")
         ),
-        "The clipped norm is that of scaled gradients (case 18).": _with("not unscaled"),
-        "The schedule moves on where the optimizer's step was skipped (case 22).": _with("ahead"),
+        "The clipped norm is that of scaled gradients: *Clipped to a norm of 0.1*.": _with("not unscaled"),
+        "The schedule moves on where the optimizer's step was skipped: *A warning of the scheduler*.": _with("ahead"),
         "When the scale has grown, the step was taken too: only a scale that fell tells of a skipped one.": (
             _with("only if equal")
         ),
-        "Leave the autocast region before backward (case 15).": _with("backward inside"),
+        "Leave the autocast region before backward: *The layer taken out*.": _with("backward inside"),
         "Take one training step.": lambda *arguments: 0.5,
     },
     observe=_treated,
