@@ -14,16 +14,16 @@ import pynvml
 import torch
 
 # Formats: "Tensor Core data types" in NVIDIA's CUDA Programming Guide; FP6 and FP4: `mma` in the PTX ISA.
-# Rates of fp16 without Tensor Cores: the throughput of arithmetic instructions, in the same guide.
+# Rates of fp16 without Tensor Cores: the throughput of arithmetic instructions, in the guide of CUDA 12.
 GENERATIONS = pd.DataFrame(
     [
         ("Pascal", 2016, "6.0, 6.1", "P100, GTX 1080", "none", "P100: fp16 at twice fp32's rate; GTX 10xx: 1/64"),
         ("Volta", 2017, "7.0", "V100", "fp16", "the first Tensor Cores"),
         ("Turing", 2018, "7.5", "T4, RTX 2080", "fp16", "GTX 16xx, T1000: no Tensor Cores, fp16 at twice fp32"),
-        ("Ampere", 2020, "8.0, 8.6", "A100, RTX 3090", "fp16 bf16 TF32", "bf16 needs no loss scaling"),
+        ("Ampere", 2020, "8.0, 8.6, 8.7", "A100, RTX 3090", "fp16 bf16 TF32", "bf16 needs no loss scaling"),
         ("Ada", 2022, "8.9", "L4, RTX 4090", "fp16 bf16 TF32 FP8", ""),
         ("Hopper", 2022, "9.0", "H100, H200", "fp16 bf16 TF32 FP8", ""),
-        ("Blackwell", 2024, "10.0, 12.0", "B200, RTX 5090", "fp16 bf16 TF32 FP8 FP6 FP4", "block scales: MXFP8, NVFP4"),
+        ("Blackwell", 2024, "10.x, 12.x", "B200, RTX 5090", "fp16 bf16 TF32 FP8 FP6 FP4", "block scales: MXFP8, NVFP4"),
     ],
     columns=["generation", "since", "compute capability", "for example", "Tensor Core formats", "note"],
 ).set_index("generation")
@@ -79,13 +79,13 @@ def loader_workers(at_most=8):
 def native_formats(device):
     """Which formats `device` has fast units for, Tensor Cores or others: a dict from fp16, bf16, TF32, FP8 to a bool.
 
-    P100 and GTX 16xx have no Tensor Cores, but fp16 at twice the rate of fp32. The bool is None for a GPU of
-    another maker: of those this function knows nothing.
+    P100 and GTX 16xx have no Tensor Cores, but fp16 at twice the rate of fp32. The bool is None where
+    this function knows nothing: for GPUs of other makers, and for TF32 and FP8 on CPUs.
 
     Examples
     --------
-    >>> native_formats(torch.device("cpu"))["TF32"]
-    False
+    >>> native_formats(torch.device("mps"))["fp16"] is None
+    True
     """
     if device.type == "cuda" and torch.version.hip is None:
         capability = torch.cuda.get_device_capability(device)
@@ -96,7 +96,7 @@ def native_formats(device):
         flags = torch.cpu.get_capabilities()
         fp16 = any(flags.get(flag) for flag in ("avx512_fp16", "amx_fp16", "fp16_arith"))
         bf16 = any(flags.get(flag) for flag in ("avx512_bf16", "amx_bf16", "bf16"))
-        return {"fp16": fp16, "bf16": bf16, "TF32": False, "FP8": False}
+        return {"fp16": fp16, "bf16": bf16, "TF32": None, "FP8": None}
     return dict.fromkeys(["fp16", "bf16", "TF32", "FP8"])
 
 
