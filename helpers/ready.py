@@ -4,6 +4,7 @@ On a hosted platform torch, numpy and the rest are the platform's. This runs fir
 """
 
 import importlib
+import os
 import re
 import shutil
 import site
@@ -49,6 +50,8 @@ class NotReady(RuntimeError):
 
 def prepare():
     """Install what is missing, name what is old, and say that the helpers are found. Raises NotReady."""
+    if os.environ.get("HALF_THE_BITS_DEVICE") == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # what looks for a GPU by itself, as DataParallel does, finds none
     needs = [Requirement(need) for need in NEEDS.split()]
     old = {need.name: need for need in needs if _is_old(need)}
     missing = {need.name: need for need in needs if not _is_there(need)}

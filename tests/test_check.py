@@ -151,7 +151,8 @@ def test_pictures_stand_below_a_wrong_answer(capsys):
     assert words.splitlines()[1].startswith("fp16       0 | 01111 | 1000000000   1.5")
 
 
-@pytest.mark.parametrize("case", [18, 19])
+@pytest.mark.parametrize("case", ["Clipped to a norm of 0.1", "The clipping hook"])
 def test_patient_d_fits_two_cases(case, capsys):
-    answers = {"A": 10, "B": 9, "C": 20, "D": case, "E": 11}
+    answers = {"A": "The scale that only falls", "B": "Skipped first steps", "C": "The loss that stands still"}
+    answers |= {"D": case, "E": "A loss of squares"}
     assert said(check.case_of, answers.get, capsys) == "Right.\n"

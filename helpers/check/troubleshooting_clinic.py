@@ -102,34 +102,40 @@ def first_bad(model, batch):
 
 
 _LOGS = {
-    "A": ({10}, "Infinities would end when the scale is low enough; this scale never recovers."),
-    "B": ({9}, "The scale finds its place, and the loss falls: what is wrong with that?"),
-    "C": ({20}, "The weights change, so nothing is absorbed or skipped. Which weights does forward see?"),
-    "D": ({18, 19}, "A norm of 80,000 before clipping: of which gradients?"),
-    "E": ({11, 12}, "The modules are well. What comes after them?"),
+    "A": (
+        ["The scale that only falls"],
+        "Infinities would end when the scale is low enough; this scale never recovers.",
+    ),
+    "B": (["Skipped first steps"], "The scale finds its place, and the loss falls: what is wrong with that?"),
+    "C": (
+        ["The loss that stands still"],
+        "The weights change, so nothing is absorbed or skipped. Which weights does forward see?",
+    ),
+    "D": (["Clipped to a norm of 0.1", "The clipping hook"], "A norm of 80,000 before clipping: of which gradients?"),
+    "E": (["A loss of squares", "Finite outputs and an infinite loss"], "The modules are well. What comes after them?"),
 }
 
 
 def _diagnosed(answer, patient):
     given, (cases, hint) = answer(patient), _LOGS[patient]
     if given not in cases:
-        raise Reply(f"patient {patient} is not case {given}. {hint}")
+        raise Reply(f"patient {patient} is not {given!r}. {hint}")
     return "found"
 
 
 def _but(patient, case):
     """All cases right but for one patient's."""
-    return lambda each: case if each == patient else min(_LOGS[each][0])
+    return lambda each: case if each == patient else _LOGS[each][0][0]
 
 
 @exercise(
     cases=[(patient,) for patient in _LOGS],
-    mistakes={hint: _but(patient, 1) for patient, (_, hint) in _LOGS.items()},
+    mistakes={hint: _but(patient, "Fine-tuning in fp16") for patient, (_, hint) in _LOGS.items()},
     observe=_diagnosed,
 )
 def case_of(patient):
-    """`case_of(patient)` is the number of the case for each of the logs A to E."""
-    return min(_LOGS[patient][0])
+    """`case_of(patient)` is the name of the case for each of the logs A to E."""
+    return _LOGS[patient][0][0]
 
 
 def _step(model, optimizer, scaler, schedule, images, labels, max_norm, fault=None):
