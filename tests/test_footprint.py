@@ -437,6 +437,25 @@ def test_a_large_product_is_bound_by_compute_and_16_bits_are_faster():
     assert times["fp32"].bytes == times["tf32"].bytes
 
 
+# Of each card: cores, boost clock in GHz, memory bus in bits, and its rate in Gbit/s a pin, from the same sources.
+CHIPS = {
+    "V100": (5120, 1.53, 4096, 1.752),
+    "RTX 3090": (10496, 1.695, 384, 19.5),
+    "A100": (6912, 1.41, 5120, 3.186),
+    "RTX 4090": (16384, 2.52, 384, 21),
+    "H100": (16896, 1.98, 5120, 5.2),
+    "H200": (16896, 1.98, 6144, 6.25),
+}
+
+
+@pytest.mark.parametrize("gpu", CHIPS)
+def test_rates_of_the_table_are_those_of_the_chips(gpu):
+    """A core adds one product in each clock, two FLOPs; each pin of the bus brings its bits."""
+    cores, clock, bus, rate = CHIPS[gpu]
+    assert GPUS.fp32[gpu] == pytest.approx(2 * cores * clock / 1000, rel=0.005)
+    assert GPUS.bandwidth[gpu] == pytest.approx(bus * rate / 8, rel=0.01)
+
+
 @pytest.mark.parametrize("gpu", GPUS.index)
 def test_rates_are_dense_and_complete(gpu):
     row = GPUS.loc[gpu]

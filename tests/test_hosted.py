@@ -101,6 +101,14 @@ def test_where_nothing_is_missing_nothing_is_said_or_done(pip, capsys):
     assert not pip.commands
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_gpus_are_hidden_where_the_cpu_is_asked_for(device, pip, monkeypatch):
+    monkeypatch.setenv("HALF_THE_BITS_DEVICE", device)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    ready.prepare()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ("" if device == "cpu" else "0")
+
+
 @pytest.mark.parametrize("installer", ["pip", "uv"])
 def test_only_the_missing_are_asked_for_and_all_else_is_pinned(installer, pip, capsys, monkeypatch):
     pip.missing = {"cv2", "pynvml", "timm"} | ({"pip"} if installer == "uv" else set())

@@ -79,9 +79,21 @@ def test_a_restarted_process_goes_on_where_it_ended(script):
     assert (launch.status, launch.printed) == (0, ["0\n1\n"])
 
 
-def test_a_run_that_takes_too_long_is_ended(script):
-    with pytest.raises(TimeoutError, match="had not ended after 10 s"):
-        torchrun(script(SLEEP), timeout=10)
+def test_processes_share_the_cores(script):
+    path = script("import os\nprint(os.environ['OMP_NUM_THREADS'])")
+    assert torchrun(path, processes=psutil.cpu_count()).printed == psutil.cpu_count() * ["1\n"]
+
+
+CHILD = """
+import os, subprocess, sys
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", os.getcwd()])
+"""
+
+
+def test_a_run_that_takes_too_long_is_ended_with_all_that_it_started(script, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(TimeoutError, match="had not ended after 8 s"):
+        torchrun(script(CHILD + SLEEP), processes=1, timeout=8)
 
 
 def test_an_interrupted_run_leaves_nothing(script, tmp_path):

@@ -67,6 +67,7 @@ def test_stacked_bars_add_up_and_differ_in_more_than_colour(figure):
     drawn = figure(plots.stacked_bars, table, "Memory", "MB")
     assert {"4", "2.5", "kept", "weights", "MB"} <= set(texts(drawn))
     assert len({bar.get_hatch() for bar in drawn.axes[0].patches}) == 2
+    assert drawn.axes[0].get_xlim()[0] == 0
     assert drawn.alt == "Stacked bars of kept, weights: Memory. MB in all: FP32 4; bf16 2.5."
 
 

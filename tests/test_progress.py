@@ -1,6 +1,7 @@
 """A right answer is noted once; a file that cannot be read or written costs a sentence, never an answer."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -55,3 +56,8 @@ def test_unwritable_place_costs_one_sentence(tmp_path, monkeypatch, capsys):
     check.verdict(say)
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "Right." and "No such file" in said[1] and len(said) == 2
+
+
+def test_it_lies_beside_the_helpers(monkeypatch):
+    monkeypatch.delenv("HALF_THE_BITS_PROGRESS")
+    assert passed.place() == Path(check.__file__).parents[2] / "progress.json"
