@@ -228,7 +228,7 @@ def kept_for_backward(model, forward):
 def memory(step, device, steps=3):
     """Memory of `step()` on an accelerator, in bytes, as a dict; empty on a CPU, and where torch does not count.
 
-    `allocated`: tensors and the workspaces of libraries, at the peak. `reserved`: what torch's allocator holds from the
+    `allocated`: tensors and the workspaces of libraries, at the peak, with the rests that the allocator leaves with them. `reserved`: what torch's allocator holds from the
     driver, at the peak. On CUDA also `process` and `device`: what NVML sees afterwards of this process (CUDA context
     and libraries included) and of the whole GPU. The first steps are not counted, and what earlier work left in the
     allocator's cache is given back before.

@@ -1,177 +1,325 @@
-"""The suite's figures: white face, seaborn's colour-blind palette, a marker or label wherever colour has a meaning."""
+"""The suite's figures, in one language: a colour for each number format, kind of memory and fate of a number, the same
+everywhere; a title that says what is found; lines named at their ends; readable on light pages and on dark ones.
+"""
 
+import base64
+import io
+import textwrap
 from itertools import cycle
+from operator import itemgetter
 
 import matplotlib.pyplot as plt
 import numpy as np
+import pandas as pd
 import seaborn as sns
 from IPython.display import display
 from matplotlib.ticker import MaxNLocator
 
-PALETTE = "colorblind"  # seaborn's; every figure of the suite takes its colours from here
+# Of middling lightness, for white pages and black ones; told apart by colour-blind readers with the markers' help.
+COLORS = {
+    # number formats
+    "fp32": "#3b78c2",
+    "tf32": "#2e9bd6",
+    "bf16": "#159a80",
+    "fp16": "#d9772b",
+    "fp8": "#c2559d",
+    "fp4": "#9a7b4f",
+    # kinds of memory
+    "activations": "#4f9d9a",
+    "weights": "#8a8d99",
+    "gradients": "#b077b5",
+    "optimizer": "#c0962f",
+    "images": "#a9a9a9",
+    # fates of a number
+    "becomes 0": "#d8402f",
+    "subnormal": "#c99a10",
+    "exact": "#3a9d4b",
+    "overflows": "#8e63c7",
+}
+# What arms, dtypes and columns are called; of two names in one, the first in this list counts.
+NAMES = {"tf32": "tf32", "bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16", "AMP": "fp16"}
+NAMES |= {"fp32": "fp32", "float32": "fp32", "fp8": "fp8", "e4m3": "fp8", "e5m2": "fp8", "fp4": "fp4", "e2m1": "fp4"}
+NAMES |= {name: name for name in COLORS} | {"momentum": "optimizer"}
+NEUTRAL = "#767676"  # all else, and text; an arm that has decided nothing
+HATCHES = ["", "//", "..", "xx", "--"]
+in_style = plt.rc_context(  # around each function that draws
+    {
+        "axes.edgecolor": NEUTRAL,
+        "axes.labelcolor": NEUTRAL,
+        "axes.spines.right": False,
+        "axes.spines.top": False,
+        "axes.titlecolor": NEUTRAL,
+        "axes.titlelocation": "left",
+        "axes.titlesize": 12,
+        "axes.titleweight": "bold",
+        "text.color": NEUTRAL,
+        "xtick.color": NEUTRAL,
+        "ytick.color": NEUTRAL,
+        "figure.dpi": 100,  # of the page: the picture has twice as many
+        "hatch.linewidth": 0.6,
+    }
+)
+
+
+def color_of(name):
+    """The colour of whatever `name` tells of: a format, a kind of memory, a fate; else the neutral one.
+
+    Examples
+    --------
+    >>> color_of("fp16 + GradScaler") == COLORS["fp16"], color_of("FP32 (TF32)") == COLORS["tf32"]
+    (True, True)
+    """
+    name = str(name)
+    return next((COLORS[NAMES[word]] for word in NAMES if word in name or word in name.lower()), NEUTRAL)
 
 
 def _axes(title, width=7.0, height=3.0):
-    with sns.axes_style("white"):
-        _, axes = plt.subplots(figsize=(width, height), layout="constrained", facecolor="white")
-    axes.set_title(title, loc="left")
-    sns.despine(ax=axes)
+    _, axes = plt.subplots(figsize=(width, height), layout="constrained")
+    axes.set_title(textwrap.fill(title, round(11 * width)))
     return axes
 
 
 def _show(figure, what, values):
-    """Show the figure, stored with a text for whoever cannot see it: what it draws, and a number or words a name."""
+    """Show the figure, at twice the page's resolution, with a text for whoever cannot see it: what it draws, and a
+    number or words a name."""
     words = {name: value if isinstance(value, str) else f"{value:,.3g}" for name, value in values.items()}
     alt = f"{what}: {'; '.join(f'{name} {value}' for name, value in words.items())}."
-    display(figure, metadata={"image/png": {"alt": alt}})
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=2 * figure.dpi, transparent=True)
+    width, height = (round(figure.dpi * inches) for inches in figure.get_size_inches())
+    picture = {"image/png": base64.b64encode(file.getvalue()).decode(), "text/plain": repr(figure)}
+    display(picture, metadata={"image/png": {"alt": alt, "width": width, "height": height}}, raw=True)
     plt.close(figure)
 
 
 def _mark(axes, marks):
+    """Dashed vertical lines at places on x, by the words that stand beside each."""
     for text, place in marks.items():
-        axes.axvline(place, color="black", linewidth=1, linestyle="--")
-        axes.annotate(f" {text}", (place, 1), xycoords=("data", "axes fraction"), va="top")
+        axes.axvline(place, color=NEUTRAL, linewidth=1, linestyle="--")
+        axes.annotate(f" {text}", (place, 1), xycoords=("data", "axes fraction"), va="top", color=NEUTRAL)
 
 
+def _mark_powers(axes):
+    """Ticks of logarithmic axes at evenly spaced powers of 2 or 10, at most nine of them."""
+    for axis in (axes.xaxis, axes.yaxis):
+        if axis.get_scale() == "log":
+            base = axis.get_transform().base
+            low, high = np.log(axis.get_view_interval()) / np.log(base)
+            step = next(step for step in (1, 2, 4, 8, 16, 32, 64) if (high - low) / step <= 9)
+            axis.set_ticks(base ** (step * np.arange(np.ceil(low / step), np.floor(high / step) + 1)))
+            axes.minorticks_off()
+
+
+def _shade(axes, regions):
+    """Regions of x, `{text: (from, to)}`, in the colour of what becomes of numbers there."""
+    for text, (start, end) in regions.items():
+        axes.axvspan(start, end, color=color_of(text), alpha=0.15, linewidth=0)
+        middle = np.sqrt(start * end) if axes.get_xscale() == "log" else (start + end) / 2
+        axes.annotate(text, (middle, 0.97), xycoords=("data", "axes fraction"), ha="center", va="top", color=NEUTRAL)
+
+
+def _name_ends(axes, lines):
+    """The name of each line in its colour, right of its end, `{name: (x, y)}`; names that would touch move apart."""
+    height = axes.transData.transform
+    ends = {name: axes.transAxes.inverted().transform(height(end))[1] for name, end in lines.items()}
+    above = -np.inf
+    for name, place in sorted(ends.items(), key=itemgetter(1)):
+        above = max(place, above + 0.25 / axes.figure.get_figheight())
+        at = {"xy": (1.01, above), "xycoords": "axes fraction", "va": "center", "annotation_clip": False}
+        axes.annotate(name, color=color_of(name), **at)
+
+
+@in_style
 def bars(values, title, unit, low=None, high=None, reference=None):
     """Horizontal bars of a Series, each labelled with its number; `low` and `high` (Series) add intervals.
 
-    `reference` draws a vertical line, 1 for instance where the values are ratios. A bar whose interval contains it has
-    decided nothing: it is grey and hatched.
+    A bar that names a format has its colour. `reference` draws a vertical line, 1 for instance where the values are
+    ratios. A bar whose interval contains it has decided nothing: it is grey and hatched.
 
     Examples
     --------
-    >>> import pandas as pd
-    >>> bars(pd.Series({"FP32": 1.0, "bf16": 1.6}), "Speed of a step", "FP32 = 1")  # doctest: +SKIP
+    >>> bars(pd.Series({"FP32": 1.0, "bf16": 1.6}), "bf16 is 1.6 times as fast", "FP32 = 1")  # doctest: +SKIP
     """
-    axes = _axes(title, height=0.9 + 0.45 * len(values))
-    colors, hatches = sns.color_palette(PALETTE, len(values)), None
+    axes = _axes(title, height=0.9 + 0.42 * len(values))
+    colors, hatches = [color_of(name) for name in values.index], [""] * len(values)
     words = {name: f"{value:,.3g}" for name, value in values.items()}
+    if low is not None:
+        words = {name: f"{words[name]}, from {low[name]:,.3g} to {high[name]:,.3g}" for name in words}
     if low is not None and reference is not None:
         undecided = (low <= reference) & (reference <= high)
-        colors = ["0.75" if grey else colors[0] for grey in undecided]
+        decided = [COLORS["fp32"] if color == NEUTRAL else color for color in colors]
+        colors = ["0.75" if grey else color for grey, color in zip(undecided, decided)]
         hatches = ["//" if grey else "" for grey in undecided]
-        words = {name: f"{words[name]}, from {low[name]:,.3g} to {high[name]:,.3g}" for name in words}
         unit += f"; grey: the interval contains {reference:g}" if undecided.any() else ""
     error = None if low is None else [(values - low).clip(lower=0), (high - values).clip(lower=0)]
-    axes.barh(values.index, values, color=colors, hatch=hatches, xerr=error, capsize=4, height=0.65, edgecolor="white")
+    look = {"color": colors, "hatch": hatches, "ecolor": NEUTRAL, "edgecolor": "white"}
+    axes.barh(values.index, values, xerr=error, capsize=4, height=0.65, **look)
     ends = values if high is None else high
     for row, (value, end) in enumerate(zip(values, ends)):
         axes.annotate(f"{value:,.3g}", (end, row), xytext=(6, 0), textcoords="offset points", va="center")
     if reference is not None:
-        axes.axvline(reference, color="black", linewidth=1, linestyle="--")
+        axes.axvline(reference, color=NEUTRAL, linewidth=1, linestyle="--")
     axes.set(xlabel=unit, xlim=(0, 1.15 * max(ends)))
     axes.invert_yaxis()
     _show(axes.figure, f"Bar chart: {title}. {unit}", words)
 
 
-def stacked_bars(table, title, unit):
-    """One horizontal bar a row of `table`, made of its columns; hatched so that grey print tells them apart."""
-    axes = _axes(title, height=1.3 + 0.45 * len(table))
+@in_style
+def stacked_bars(table, title, unit, limit=None):
+    """One horizontal bar a row of `table`, made of its columns; hatched so that grey print tells them apart.
+
+    `limit`, a pair of words and a number, draws a vertical line: a card's memory, say.
+    """
+    axes = _axes(title, height=1.3 + 0.42 * len(table))
     left = 0 * table.iloc[:, 0]
-    for column, color, hatch in zip(table, cycle(sns.color_palette(PALETTE)), cycle(["", "//", "..", "xx", "--"])):
-        axes.barh(table.index, table[column], left=left, color=color, hatch=hatch, edgecolor="white", label=column)
+    for column, hatch in zip(table, cycle(HATCHES)):
+        look = {"color": color_of(column), "hatch": hatch, "edgecolor": "white", "label": column}
+        axes.barh(table.index, table[column], left=left, height=0.65, **look)
         left = left + table[column]
     for row, total in enumerate(left):
         axes.annotate(f"{total:,.3g}", (total, row), xytext=(6, 0), textcoords="offset points", va="center")
-    axes.set(xlabel=unit, xlim=(0, 1.15 * left.max()))
+    axes.set(xlabel=unit, xlim=(0, 1.15 * max(left.max(), limit[1] if limit else 0)))
+    _mark(axes, dict([limit] if limit else []))
     axes.invert_yaxis()
     axes.figure.legend(frameon=False, ncols=table.shape[1], loc="outside lower center")
     _show(axes.figure, f"Stacked bars of {', '.join(table)}: {title}. {unit} in all", left)
 
 
-def curves(table, x, y, by, title, log2=(), log10=(), step=False, from_zero=True):
-    """One line with its own marker for each value of column `by`: the mean of `y`, in a band from min to max.
+@in_style
+def curves(table, x, y, by, title, log2=(), log10=(), step=False, from_zero=True, shade=None):
+    """One line with its own marker for each value of column `by`: the mean of `y`, in a band from min to max. Its name
+    stands at its end.
 
     log2, log10: lists of the columns whose axes are logarithmic. step: the value holds until the next row's.
-    from_zero: the linear y axis begins at 0.
+    from_zero: the linear y axis begins at 0. shade: `{what happens there: (from, to)}` on x.
     """
     if table.empty:
         print(f"{title}: nothing to draw")
         return
     axes = _axes(title, height=3.6)
-    style = {"hue": by, "style": by, "markers": True, "dashes": False, "palette": PALETTE}
-    extremes = lambda values: (values.min(), values.max())
-    sns.lineplot(table, x=x, y=y, errorbar=extremes, drawstyle="steps-post" if step else "default", ax=axes, **style)
-    axes.legend(frameon=False)
     for column, axis, scale in ((x, axes.xaxis, axes.set_xscale), (y, axes.yaxis, axes.set_yscale)):
         if column in (*log2, *log10):
             scale("log", base=2 if column in log2 else 10)
-        elif axis is axes.yaxis and from_zero:
-            axes.set_ylim(bottom=0)
         elif axis is axes.xaxis:
             axis.set_major_locator(MaxNLocator(integer=True))
+    _shade(axes, shade or {})
+    names = table[by].unique()
+    look = {"hue": by, "style": by, "palette": {name: color_of(name) for name in names}, "markers": True}
+    look |= {"markevery": max(1, table[x].nunique() // 12), "markeredgewidth": 0, "markersize": 7}
+    extremes = lambda values: (values.min(), values.max())
+    drawstyle = "steps-post" if step else "default"
+    sns.lineplot(table, x=x, y=y, errorbar=extremes, drawstyle=drawstyle, legend=False, ax=axes, **look)
+    _mark_powers(axes)
     means = table.groupby([by, x], sort=False)[y].mean().groupby(by, sort=False)
+    if from_zero and y not in (*log2, *log10):
+        axes.set_ylim(bottom=0)
+    axes.set(xlabel=x, ylabel=y)
+    if len(names) > 1:
+        _name_ends(axes, {name: (line.index[-1][1], line.iloc[-1]) for name, line in means})
     ends = means.agg(lambda line: f"from {line.iloc[0]:,.3g} to {line.iloc[-1]:,.3g}")
     _show(axes.figure, f"Line chart: {title}. {y} over {x}", ends)
 
 
-def histogram(values, title, x, edges, marks=None):
+@in_style
+def histogram(values, title, x, edges, shade=None, marks=None):
     """How many of `values` lie between each two of `edges`, along an axis called `x`.
 
-    marks: {text: place on the axis} of dashed vertical lines.
+    shade: `{what becomes of them: (from, to)}`, whose colour the bars there have. marks: {text: place on the axis} of
+    dashed vertical lines.
     """
     axes = _axes(title)
-    counts, *_ = axes.hist(values, edges, color=sns.color_palette(PALETTE)[0])
+    counts, _, drawn = axes.hist(values, edges, color=NEUTRAL)
+    for text, (start, end) in (shade or {}).items():
+        for bar in drawn:
+            if start <= bar.get_x() < end:
+                bar.set(color=color_of(text))
+    _shade(axes, shade or {})
     _mark(axes, marks or {})
-    axes.set(xlabel=x, ylabel="how many")
-    if marks:
-        axes.margins(y=0.15)  # room for their names above the bars
+    axes.set(xlabel=x, ylabel="how many", xlim=(edges[0], edges[-1]))
+    axes.margins(y=0.2 if marks or shade else 0.05)  # room for the words above the bars
     fullest = counts.argmax()
     most = {"most": f"{counts[fullest]:,.0f} around {np.mean(edges[fullest : fullest + 2]):,.3g}"}
-    _show(axes.figure, f"Histogram: {title}. How many by {x}", most | (marks or {}))
+    places = {text: f"from {start:,.3g} to {end:,.3g}" for text, (start, end) in (shade or {}).items()}
+    _show(axes.figure, f"Histogram: {title}. How many by {x}", most | places | (marks or {}))
 
 
-def ranges(table, title, x, y):
-    """A horizontal line a row, at height `precision`, over the columns `subnormal` (dotted), `normal` and `max`.
+@in_style
+def ranges(table, title, x, over=None):
+    """A row a format: a bar from the smallest normal number to the largest, and a thin one down to the smallest
+    subnormal; columns `subnormal`, `normal`, `max` and `precision` (bits, written beside the row).
 
-    Axes are called `x` and `y`, both logarithmic; rows are named by the index.
+    over: `{words: (from, to)}`, numbers that should fit, drawn behind the rows.
     """
-    axes = _axes(title, height=3.8)
-    for row, color, marker in zip(table.itertuples(), cycle(sns.color_palette(PALETTE)), cycle("os^DvPX")):
-        axes.plot([row.subnormal, row.normal], [row.precision] * 2, ":", color=color, linewidth=2)
-        axes.plot([row.normal, row.max], [row.precision] * 2, color=color, marker=marker, linewidth=3)
-        axes.annotate(row.Index, (row.max, row.precision), xytext=(0, 6), textcoords="offset points", ha="right")
+    axes = _axes(title, height=1.3 + 0.38 * len(table))
+    for text, (start, end) in (over or {}).items():
+        axes.axvspan(start, end, color=NEUTRAL, alpha=0.2, linewidth=0)
+        axes.annotate(text, (np.sqrt(start * end), 1), xycoords=("data", "axes fraction"), ha="center", va="top")
+    for row, bounds in enumerate(table.itertuples()):
+        color = color_of(bounds.Index)
+        axes.plot([bounds.subnormal, bounds.normal], [row, row], color=color, linewidth=3)
+        axes.plot([bounds.normal, bounds.max], [row, row], color=color, linewidth=11, solid_capstyle="butt")
+        text = f"{bounds.precision:.0f} bits"
+        axes.annotate(text, (bounds.max, row), xytext=(6, 0), textcoords="offset points", va="center", color=color)
+    axes.set_yticks(range(len(table)), table.index)
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log", base=2)
-    axes.set(xlabel=x, ylabel=y, ylim=(0.8 * table.precision.min(), 1.4 * table.precision.max()))
-    axes.set_yticks(table.precision, table.precision.astype(int))
-    axes.minorticks_off()
-    spans = {row.Index: f"{row.precision:.0f} from {row.subnormal:.3g} to {row.max:.3g}" for row in table.itertuples()}
-    _show(axes.figure, f"A line a format: {title}. {y} and {x}", spans)
+    axes.set(xlabel=x, ylim=(len(table) - 0.4, -1))
+    _mark_powers(axes)
+    spans = {
+        row.Index: f"{row.precision:.0f} bits, from {row.subnormal:.3g} to {row.max:.3g}" for row in table.itertuples()
+    }
+    _show(axes.figure, f"A row a format: {title}. {x}", spans)
 
 
-def points(table, x, by, title):
+@in_style
+def points(table, x, by, title, reference=None):
     """One dot a row of `table` at column `x`, in one line for each value of column `by`, with the mean as a bar."""
     if table.empty:
         print(f"{title}: nothing to draw")
         return
-    axes = _axes(title, height=0.9 + 0.6 * table[by].nunique())
-    sns.stripplot(table, x=x, y=by, hue=by, palette=PALETTE, jitter=0.2, alpha=0.7, legend=False, ax=axes)
+    axes = _axes(title, height=0.9 + 0.5 * table[by].nunique())
+    palette = {name: color_of(name) for name in table[by].unique()}
+    sns.stripplot(table, x=x, y=by, hue=by, palette=palette, jitter=0.2, alpha=0.7, legend=False, ax=axes)
     means = table.groupby(by, sort=False)[x].mean()
-    axes.scatter(means, means.index, marker="|", s=500, color="black", zorder=3)
-    axes.set(ylabel="", ylim=(table[by].nunique() - 0.5, -0.5))
+    axes.scatter(means, means.index, marker="|", s=500, color=NEUTRAL, zorder=3)
+    if reference is not None:
+        axes.axvline(reference, color=NEUTRAL, linewidth=1, linestyle="--")
+    axes.set(xlabel=x, ylabel="", ylim=(len(means) - 0.5, -0.5))
     _show(axes.figure, f"Dots and their mean: {title}. mean {x}", means)
 
 
-def images(pictures, captions):
-    """A row of pictures, tensors of shape (3, height, width) in [0, 1], each under its caption."""
-    size = (1.3 * len(pictures), 1.6)
-    _, grid = plt.subplots(1, len(pictures), figsize=size, layout="constrained", facecolor="white", squeeze=False)
-    for axes, picture, caption in zip(grid[0], pictures, captions):
-        axes.imshow(picture.permute(1, 2, 0).numpy(force=True))
-        axes.set_title(caption, fontsize=9)
-        axes.axis("off")
-    _show(axes.figure, "A row of pictures", dict(enumerate(captions, 1)))
+@in_style
+def pictures(rows, title):
+    """Rows of small pictures, `{name of the row: tensor of shape (n, height, width)}` in [0, 1], black on white, or
+    (n, 3, height, width) in colour.
+
+    Examples
+    --------
+    >>> pictures({"FP32": torch.rand(10, 8, 8)}, "Ten digits")  # doctest: +SKIP
+    """
+    count = max(len(row) for row in rows.values())
+    _, grid = plt.subplots(len(rows), count, figsize=(7, 0.4 + 0.62 * len(rows)), layout="constrained", squeeze=False)
+    grid[0, 0].figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
+    for line, (name, row) in zip(grid, rows.items()):
+        for axes, picture in zip(line, row):
+            colored = picture.ndim == 3
+            picture = (picture.permute(1, 2, 0) if colored else picture).detach().float().numpy(force=True)
+            axes.imshow(picture, cmap="gray_r", vmin=0, vmax=1)
+        for axes in line:
+            axes.set(xticks=[], yticks=[])
+            axes.spines[:].set_visible(False)
+        line[0].set_ylabel(name, rotation=0, ha="right", va="center", color=color_of(name))
+    words = {name: f"{len(row)} pictures" for name, row in rows.items()}
+    _show(grid[0, 0].figure, f"Rows of pictures: {title}", words)
 
 
+@in_style
 def areas(table, title, x, y, marks):
     """The columns of `table` stacked over its index, the first at the bottom; hatched so that grey print tells them
     apart. `marks` is a dict of places on x by the label that begins there."""
     axes = _axes(title, height=3.6)
-    colors = sns.color_palette(PALETTE, table.shape[1])
+    colors = [color_of(column) for column in table]
     drawn = axes.stackplot(table.index, table.T.to_numpy(), colors=colors, labels=table.columns, edgecolor="white")
-    for area, hatch in zip(drawn, cycle(["", "//", "..", "xx", "--"])):
+    for area, hatch in zip(drawn, cycle(HATCHES)):
         area.set(hatch=hatch, linewidth=0)
     axes.set(xlabel=x, ylabel=y, xlim=(table.index[0], table.index[-1]), ylim=(0, 1.15 * table.sum(axis=1).max()))
     _mark(axes, marks)
@@ -180,30 +328,28 @@ def areas(table, title, x, y, marks):
     _show(axes.figure, f"Stacked areas of {', '.join(table)}: {title}. {y} by {x}", {"at most": total.max()} | marks)
 
 
-def roofline(ops, rates, bandwidth, title):
-    """Ops under their roofs: FLOP/s at best over FLOPs a byte, both axes logarithmic; a larger dot takes longer.
+def show(table, digits=3):
+    """Show a DataFrame or a Series as a table: text to the left, numbers to the right with `digits` significant digits,
+    no index that only counts.
 
-    ops: columns flops, bytes, seconds and kind; those without FLOPs are left out. rates: a dict of FLOP/s, a level
-    roof each. bandwidth: bytes/s, the slope that all roofs share.
+    Examples
+    --------
+    >>> show(pd.DataFrame({"format": ["fp16"], "largest": [65504.0]}))  # doctest: +SKIP
     """
-    axes = _axes(title, height=4.2)
-    ops = ops[ops.flops > 0]
-    ops = ops.assign(intensity=ops.flops / ops.bytes, rate=ops.flops / ops.seconds / 1e12)
-    span = np.geomspace(ops.intensity.min() / 2, 2 * max(*ops.intensity, *(r / bandwidth for r in rates.values())), 200)
-    for (label, rate), style in zip(rates.items(), cycle(["-", "--", ":"])):
-        axes.plot(span, np.minimum(rate, span * bandwidth) / 1e12, color="black", linestyle=style, label=label)
-    look = {
-        "hue": "kind",
-        "style": "kind",
-        "size": "seconds",
-        "sizes": (15, 250),
-        "palette": PALETTE,
-        "alpha": 0.7,
-    }
-    sns.scatterplot(ops, x="intensity", y="rate", legend=False, ax=axes, zorder=3, **look)
-    sns.scatterplot(ops.drop_duplicates("kind"), x="intensity", y="rate", ax=axes, **(look | {"size": None}))
-    axes.set(xscale="log", yscale="log", xlabel="FLOPs a byte", ylabel="TFLOP/s at best")
-    axes.legend(frameon=False, loc="lower right", fontsize=9)
-    dots = {"dots": ", ".join(ops.kind.unique())}
-    roofs = {label: rate / 1e12 for label, rate in rates.items()}
-    _show(axes.figure, f"Roofline: {title}. TFLOP/s over FLOPs a byte", roofs | dots)
+    table = table.to_frame() if isinstance(table, pd.Series) else table
+    texts = table.map(lambda cell: _digits(cell, digits))
+    counted = isinstance(table.index, pd.RangeIndex)
+    styler = texts.style.set_uuid("table").set_table_styles(
+        [{"selector": "th, td", "props": "text-align: left; vertical-align: top; max-width: 26em"}]
+    )
+    for place, kind in enumerate(table.dtypes):
+        if kind.kind in "iuf":
+            styler = styler.set_properties(subset=texts.columns[[place]], **{"text-align": "right"})
+    page = (styler.hide(axis="index") if counted else styler).to_html()
+    display({"text/html": page, "text/plain": texts.to_string(index=not counted)}, raw=True)
+
+
+def _digits(cell, digits):
+    if isinstance(cell, float) and np.isfinite(cell):
+        return f"{cell:,.0f}" if 10**digits <= abs(cell) < 1e9 else f"{cell:.{digits}g}"
+    return f"{cell:,}" if isinstance(cell, int) and not isinstance(cell, bool) else str(cell)

@@ -1,26 +1,37 @@
+import base64
+import io
+
 import matplotlib
 import matplotlib.pyplot as plt
+import numpy as np
 import pandas as pd
 import pytest
 import torch
+from matplotlib.colors import to_hex, to_rgb
+from PIL import Image
 
 from helpers import plots
+from helpers.plots import COLORS
 
 
 @pytest.fixture
 def figure(monkeypatch):
     """Calls a plotting function and returns the one figure that it showed, with the text that goes with it."""
     matplotlib.use("agg")
+    close = plt.close
 
     def draw(function, *arguments, **more):
-        shown = []
-        monkeypatch.setattr(plots, "display", lambda *figure, metadata: shown.append((*figure, metadata)))
+        shown, closed = [], []
+        monkeypatch.setattr(plots, "display", lambda data, metadata, raw: shown.append((data, metadata)))
+        monkeypatch.setattr(plots.plt, "close", closed.append)
         function(*arguments, **more)
+        ((data, metadata),), (drawn,) = shown, closed
+        close(drawn)
         assert not plt.get_fignums(), "an open figure is shown a second time at the end of its cell"
-        ((drawn, metadata),) = shown
-        drawn.alt = metadata["image/png"]["alt"]
-        drawn.draw_without_rendering()
-        assert drawn.get_facecolor() == (1, 1, 1, 1)
+        picture, facts = Image.open(io.BytesIO(base64.b64decode(data["image/png"]))), metadata["image/png"]
+        assert picture.size == (2 * facts["width"], 2 * facts["height"]), "twice the page's resolution"
+        assert picture.convert("RGBA").getpixel((0, 0))[3] == 0, "a white slab on a dark page"
+        drawn.alt = facts["alt"]
         return drawn
 
     return draw
@@ -44,7 +55,7 @@ def test_bars_carry_their_numbers_intervals_and_reference(figure):
         "Bar chart: Speed. times; grey: the interval contains 1: FP32 1, from 0.9 to 1.2; bf16 1.62, from 1.52 to 1.82."
     )
     equal, faster = axes.patches
-    assert equal.get_facecolor() == matplotlib.colors.to_rgba("0.75") != faster.get_facecolor()
+    assert to_hex(equal.get_facecolor()) == to_hex("0.75") and to_hex(faster.get_facecolor()) == COLORS["bf16"]
     assert equal.get_hatch() and not faster.get_hatch()
 
 
@@ -58,16 +69,16 @@ def test_an_interval_that_ends_at_the_reference_contains_it(figure, low, high, g
 def test_bars_without_a_reference_are_not_grey(figure):
     speed = pd.Series({"FP32": 1.0, "bf16": 1.62})
     drawn = figure(plots.bars, speed, "Speed", "times", low=speed - 0.1, high=speed + 0.2)
-    assert len({bar.get_facecolor() for bar in drawn.axes[0].patches}) == 2
-    assert drawn.alt == "Bar chart: Speed. times: FP32 1; bf16 1.62."
+    assert [to_hex(bar.get_facecolor()) for bar in drawn.axes[0].patches] == [COLORS["fp32"], COLORS["bf16"]]
+    assert drawn.alt == "Bar chart: Speed. times: FP32 1, from 0.9 to 1.2; bf16 1.62, from 1.52 to 1.82."
 
 
 def test_stacked_bars_add_up_and_differ_in_more_than_colour(figure):
     table = pd.DataFrame({"kept": [3.0, 1.5], "weights": [1.0, 1.0]}, index=["FP32", "bf16"])
-    drawn = figure(plots.stacked_bars, table, "Memory", "MB")
-    assert {"4", "2.5", "kept", "weights", "MB"} <= set(texts(drawn))
+    drawn = figure(plots.stacked_bars, table, "Memory", "MB", limit=("card", 8))
+    assert {"4", "2.5", "kept", "weights", "MB", " card"} <= set(texts(drawn))
     assert len({bar.get_hatch() for bar in drawn.axes[0].patches}) == 2
-    assert drawn.axes[0].get_xlim()[0] == 0
+    assert drawn.axes[0].get_xlim()[0] == 0 and drawn.axes[0].get_xlim()[1] > 8
     assert drawn.alt == "Stacked bars of kept, weights: Memory. MB in all: FP32 4; bf16 2.5."
 
 
@@ -77,13 +88,28 @@ def test_nothing_to_draw_is_said(plot, capsys):
     assert capsys.readouterr().out == "Empty: nothing to draw\n"
 
 
-def test_curves_have_markers(figure):
-    table = pd.DataFrame({"epoch": [1, 2, 1, 2], "loss": [0.9, 0.5, 0.8, 0.4], "arm": ["FP32", "FP32", "bf16", "bf16"]})
-    drawn = figure(plots.curves, table, "epoch", "loss", "arm", "Loss")
+def test_curves_have_markers_and_their_names_at_their_ends(figure):
+    table = pd.DataFrame(
+        {"epoch": [1, 2, 1, 2], "loss": [0.9, 0.5, 0.8, 0.45], "arm": ["FP32", "FP32", "bf16", "bf16"]}
+    )
+    drawn = figure(plots.curves, table, "epoch", "loss", "arm", "Loss", shade={"overflows": (1.5, 2)})
     lines = [line for line in drawn.axes[0].lines if len(line.get_xdata())]
     assert len({line.get_marker() for line in lines}) == 2
-    assert {"Loss", "FP32", "bf16"} <= set(texts(drawn))
-    assert drawn.alt == "Line chart: Loss. loss over epoch: FP32 from 0.9 to 0.5; bf16 from 0.8 to 0.4."
+    assert {line.get_color() for line in lines} == {COLORS["fp32"], COLORS["bf16"]}
+    names = {text.get_text(): text for text in drawn.axes[0].texts}
+    assert set(names) == {"FP32", "bf16", "overflows"}
+    assert names["FP32"].xy[1] - names["bf16"].xy[1] >= 0.069, "names that lie on each other"
+    assert drawn.axes[0].get_legend() is None
+    assert drawn.alt == "Line chart: Loss. loss over epoch: FP32 from 0.9 to 0.5; bf16 from 0.8 to 0.45."
+
+
+def test_one_line_needs_no_name_and_powers_stand_evenly(figure):
+    table = pd.DataFrame({"k": 2.0 ** np.arange(-30, 20), "error": 10.0 ** -np.linspace(0, 12, 50), "arm": "fp16"})
+    drawn = figure(plots.curves, table, "k", "error", "arm", "Error", log2=["k"], log10=["error"])
+    assert not drawn.axes[0].texts
+    powers = np.log2(drawn.axes[0].get_xticks())
+    assert set(np.diff(powers)) == {8}
+    assert set(np.diff(np.log10(drawn.axes[0].get_yticks())).round(6)) == {2}
 
 
 def test_points_show_every_run_and_the_mean(figure):
@@ -94,15 +120,16 @@ def test_points_show_every_run_and_the_mean(figure):
     assert drawn.alt == "Dots and their mean: Accuracy. mean percent: FP32 97; bf16 97."
 
 
-def test_images_and_captions(figure):
-    drawn = figure(plots.images, [torch.rand(3, 8, 6)] * 2, ["one", "two"])
-    assert {"one", "two"} <= set(texts(drawn))
-    assert drawn.axes[0].images[0].get_array().shape == (8, 6, 3)
-    assert drawn.alt == "A row of pictures: 1 one; 2 two."
+@pytest.mark.parametrize("shape", [(8, 6), (3, 8, 6)])
+def test_rows_of_pictures_bear_their_names(shape, figure):
+    drawn = figure(plots.pictures, {"original": torch.rand(4, *shape), "fp16": torch.rand(3, *shape)}, "Digits")
+    assert {"original", "fp16", "Digits"} <= set(texts(drawn))
+    assert drawn.axes[0].images[0].get_array().shape[:2] == (8, 6)
+    assert drawn.alt == "Rows of pictures: Digits: original 4 pictures; fp16 3 pictures."
 
 
 def test_histogram_counts_between_the_edges(figure):
-    drawn = figure(plots.histogram, [0.1, 0.2, 1.5], "Halves", "value", [0, 1, 2], {"limit": 1.5})
+    drawn = figure(plots.histogram, [0.1, 0.2, 1.5], "Halves", "value", [0, 1, 2], marks={"limit": 1.5})
     assert [bar.get_height() for bar in drawn.axes[0].patches] == [2, 1]
     assert {"Halves", "value", " limit"} <= set(texts(drawn))
     assert list(drawn.axes[0].lines[0].get_xdata()) == [1.5, 1.5]
@@ -117,19 +144,25 @@ def test_marks_of_a_histogram_have_room_above_the_bars(figure):
     assert " limit" in texts(marked)
 
 
-def test_ranges_put_each_row_at_its_precision(figure):
+def test_bars_of_a_histogram_have_the_colour_of_their_fate(figure):
+    shade = {"becomes 0": (0, 1), "exact": (1, 2)}
+    drawn = figure(plots.histogram, [0.1, 0.2, 1.5], "Halves", "value", [0, 1, 2], shade=shade)
+    bars = drawn.axes[0].patches[:2]
+    assert [to_hex(bar.get_facecolor()) for bar in bars] == [COLORS["becomes 0"], COLORS["exact"]]
+    assert {"becomes 0", "exact"} <= set(texts(drawn))
+
+
+def test_ranges_are_a_row_a_format(figure):
     columns = ["subnormal", "normal", "max", "precision"]
     table = pd.DataFrame(
         [[2.0**-24, 2.0**-14, 65504.0, 11], [2.0**-133, 2.0**-126, 3e38, 8]], ["fp16", "bf16"], columns
     )
-    drawn = figure(plots.ranges, table, "Range", "size", "bits")
-    assert {"Range", "size", "bits", "fp16", "bf16", "11", "8"} <= set(texts(drawn))
-    dotted, solid = drawn.axes[0].lines[:2]
-    assert dotted.get_linestyle() == ":" and list(dotted.get_xdata()) == [2.0**-24, 2.0**-14]
-    assert list(solid.get_xdata()) == [2.0**-14, 65504.0] and list(solid.get_ydata()) == [11, 11]
-    assert drawn.alt.startswith(
-        "A line a format: Range. bits and size: fp16 11 from 5.96e-08 to 6.55e+04; bf16 8 from "
-    )
+    drawn = figure(plots.ranges, table, "Range", "size", over={"gradients": (2.0**-40, 1.0)})
+    assert {"Range", "size", "fp16", "bf16", "11 bits", "8 bits", "gradients"} <= set(texts(drawn))
+    thin, thick = drawn.axes[0].lines[:2]
+    assert thin.get_linewidth() < thick.get_linewidth() and thick.get_color() == COLORS["fp16"]
+    assert list(thin.get_xdata()) == [2.0**-24, 2.0**-14] and list(thick.get_xdata()) == [2.0**-14, 65504.0]
+    assert drawn.alt.startswith("A row a format: Range. size: fp16 11 bits, from 5.96e-08 to 6.55e+04; bf16 8 bits,")
 
 
 def test_curves_can_have_logarithmic_axes_and_steps(figure):
@@ -148,16 +181,49 @@ def test_areas_are_stacked_hatched_and_marked(figure):
     assert drawn.alt == "Stacked areas of kept, weights: Memory. GB by op: at most 4; forward 0; backward 1."
 
 
-def test_the_roofline_puts_ops_under_their_roof_and_leaves_out_those_without_flops(figure):
-    ops = pd.DataFrame(
-        [("convolution", 4e12, 1e10, 2.0), ("convolution", 1e12, 1e12, 1.0), ("norm", 0, 1e12, 1.0)],
-        columns=["kind", "flops", "bytes", "seconds"],
-    )
-    drawn = figure(plots.roofline, ops, {"FP32": 1e12, "16 bits": 2e12}, 1e12, "Roofs")
-    assert {"Roofs", "FLOPs a byte", "FP32", "16 bits", "convolution"} <= set(texts(drawn))
-    assert "norm" not in texts(drawn)
-    axes = drawn.axes[0]
-    assert axes.get_xscale() == axes.get_yscale() == "log"
-    assert sorted(map(tuple, axes.collections[0].get_offsets().tolist())) == [(1, 1), (400, 2)]
-    assert [line.get_ydata().max() for line in axes.lines[:2]] == [1, 2], "level roofs, in TFLOP/s"
-    assert drawn.alt == "Roofline: Roofs. TFLOP/s over FLOPs a byte: FP32 1; 16 bits 2; dots convolution."
+def test_tables_are_rounded_and_aligned_and_bear_no_counted_index(monkeypatch):
+    shown = []
+    monkeypatch.setattr(plots, "display", lambda data, raw: shown.append(data))
+    table = pd.DataFrame({"format": ["fp16", "bf16"], "largest": [65504.0, 3.3895e38], "codes": [65536, 7]})
+    plots.show(table)
+    plots.show(table.set_index("format").largest, digits=2)
+    first, second = shown
+    assert first["text/plain"].split() == [
+        "format",
+        "largest",
+        "codes",
+        "fp16",
+        "65,504",
+        "65,536",
+        "bf16",
+        "3.39e+38",
+        "7",
+    ]
+    assert second["text/plain"].split()[-1] == "3.4e+38" and "fp16" in second["text/plain"]
+    assert first["text/html"].count("text-align: right") == 1 and "<th" in second["text/html"]
+    plots.show(table)
+    assert shown[-1] == first, "the same table is the same page, or nbval would find a difference"
+
+
+@pytest.mark.parametrize("theme, least", [("#ffffff", 3.0), ("#111111", 3.0)])
+def test_every_colour_can_be_seen_on_light_and_dark_pages(theme, least):
+    """The contrast that WCAG 2.1 asks of graphics, and of text for the neutral colour of words."""
+
+    def luminance(color):
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(color)]
+        return np.dot([0.2126, 0.7152, 0.0722], linear)
+
+    def contrast(color):
+        low, high = sorted([luminance(color), luminance(theme)])
+        return (high + 0.05) / (low + 0.05)
+
+    faint = {name: contrast(color) for name, color in COLORS.items() if contrast(color) < 2.2}
+    assert not faint
+    assert contrast(plots.NEUTRAL) > 4
+
+
+def test_names_find_their_colour():
+    formats = {"FP32 (TF32)": "tf32", "torch.bfloat16": "bf16", "fp16 + GradScaler": "fp16", "fp8_e4m3fn": "fp8"}
+    formats |= {"AMP": "fp16", "momentum": "optimizer", "becomes 0": "becomes 0"}
+    assert {name: plots.color_of(name) for name in formats} == {name: COLORS[kind] for name, kind in formats.items()}
+    assert plots.color_of("a sample") == plots.NEUTRAL

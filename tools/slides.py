@@ -6,7 +6,6 @@ stay as they are.
 """
 
 import re
-from base64 import b64decode
 from math import ceil
 
 import nbformat
@@ -46,7 +45,7 @@ def height(cell):
     for output in cell.outputs:
         data = output.get("data", {})
         if "image/png" in data:
-            lines += int.from_bytes(b64decode(data["image/png"])[20:24]) / LINE  # the height in the PNG's header
+            lines += output.metadata["image/png"]["height"] / LINE
         elif "text/html" in data:
             lines += 1.5 * len(BeautifulSoup(data["text/html"], "html.parser").find_all("tr")) + 1
         else:
