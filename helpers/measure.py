@@ -228,10 +228,10 @@ def kept_for_backward(model, forward):
 def memory(step, device, steps=3):
     """Memory of `step()` on an accelerator, in bytes, as a dict; empty on a CPU, and where torch does not count.
 
-    `allocated`: tensors and the workspaces of libraries, at the peak, with the rests that the allocator leaves with them. `reserved`: what torch's allocator holds from the
-    driver, at the peak. On CUDA also `process` and `device`: what NVML sees afterwards of this process (CUDA context
-    and libraries included) and of the whole GPU. The first steps are not counted, and what earlier work left in the
-    allocator's cache is given back before.
+    `allocated`: tensors and the workspaces of libraries, at the peak, with the rests that the allocator leaves with
+    them. `reserved`: what torch's allocator holds from the driver, at the peak. On CUDA also `process` and `device`:
+    what NVML sees afterwards of this process (CUDA context and libraries included) and of the whole GPU. The first
+    steps are not counted, and what earlier work left in the allocator's cache is given back before.
     """
     if device.type == "cpu":
         return {}
@@ -239,18 +239,25 @@ def memory(step, device, steps=3):
     try:
         torch.accelerator.empty_cache()
         torch.accelerator.reset_peak_memory_stats(device)
-    except RuntimeError as error:  # this device's allocator keeps no such numbers
-        print(f"No memory is measured on {device.type}: {error}")
-        return {}
-    time_block(step, steps, device)
-    peak = {
-        "allocated": torch.accelerator.max_memory_allocated(device),
-        "reserved": torch.accelerator.max_memory_reserved(device),
-    }
+    except (RuntimeError, AttributeError) as error:
+        return _not_counted(device, error)
+    time_block(step, steps, device)  # outside: its errors are the caller's
+    try:
+        allocated = torch.accelerator.max_memory_allocated(device)
+        peak = {"allocated": allocated, "reserved": torch.accelerator.max_memory_reserved(device)}
+    except (RuntimeError, AttributeError) as error:
+        return _not_counted(device, error)
+    if not allocated:
+        return _not_counted(device, "after a step its allocator says 0 bytes")
     if device.type == "cuda":
         peak["process"] = ask_nvml(_our_memory, device)
         peak["device"] = ask_nvml(lambda gpu: pynvml.nvmlDeviceGetMemoryInfo(gpu).used, device)
     return peak
+
+
+def _not_counted(device, why):
+    print(f"No memory is measured on {device.type}: {why}")
+    return {}
 
 
 def _our_memory(gpu):

@@ -26,6 +26,7 @@ TORCH = {
     "fp8_e4m3fn": torch.float8_e4m3fn,
     "e8m0": torch.float8_e8m0fnu,
 }
+assert set(NUMPY) | {"tf32"} == set(FORMATS), "name in NUMPY the type of ml_dtypes to compare a new format with"
 SMALL = [name for name in NUMPY if name != "fp32"]
 SPECIAL = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, -np.nan])
 

@@ -292,12 +292,31 @@ def test_other_accelerators_are_measured_alike_but_for_nvml(clock, cuda, kind, m
     assert measure.time_block(lambda: time.sleep(2), steps=3, device=device) == pytest.approx(2)
     assert measure.memory(lambda: None, device) == {"allocated": 1000, "reserved": 2000}
 
-    def refuse(device):
-        raise RuntimeError("its allocator does not count")
 
-    monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", refuse)
-    assert measure.memory(lambda: None, device) == {}
-    assert capsys.readouterr().out == f"No memory is measured on {kind}: its allocator does not count\n"
+@pytest.mark.parametrize("error", [RuntimeError, AttributeError, NotImplementedError])
+@pytest.mark.parametrize("name", ["reset_peak_memory_stats", "max_memory_allocated", "max_memory_reserved"])
+def test_an_accelerator_that_does_not_count_is_not_recorded(cuda, name, error, monkeypatch, capsys):
+    def refuse(device):
+        raise error("its allocator does not count")
+
+    monkeypatch.setattr(torch.accelerator, name, refuse)
+    assert measure.memory(lambda: None, torch.device("xpu")) == {}
+    assert capsys.readouterr().out == "No memory is measured on xpu: its allocator does not count\n"
+
+
+def test_no_bytes_after_a_step_are_no_reading(cuda, monkeypatch, capsys):
+    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda device: 0)
+    assert measure.memory(lambda: None, torch.device("xpu")) == {}
+    assert "says 0 bytes" in capsys.readouterr().out
+
+
+def test_errors_of_the_step_are_the_caller_s(cuda):
+    def step():
+        if "reset" in cuda.log:
+            raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        measure.memory(step, CUDA)
 
 
 def test_cuda_memory_is_reset_before_it_is_read(cuda):

@@ -66,7 +66,8 @@ def is_compared(cell):
 def test_every_cell_has_run_once_in_order_without_error(notebook):
     nbformat.validate(notebook)
     cells = code_cells(notebook)
-    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    counts = [cell.execution_count for cell in cells]
+    assert counts == list(range(1, len(cells) + 1)), "run `uv run python -m tools.execute` with the notebook's number"
     assert not [output for cell in cells for output in cell.outputs if output.output_type == "error"]
 
 
@@ -120,9 +121,26 @@ def test_it_ends_with_questions_and_sources(notebook):
 
 
 def test_links_lead_somewhere(path, notebook):
-    for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", prose(notebook)):
+    for target, _, anchor in re.findall(r"\]\((?!https?:)([^)#]+)(#([^)]+))?\)", prose(notebook)):
         assert (path.parent / target).is_file(), target
+        if anchor:
+            there = prose(nbformat.read(path.parent / target, as_version=4))
+            headings = re.findall(r"^#+ (.+)$", there, re.MULTILINE)
+            assert anchor in [heading.replace(" ", "-") for heading in headings], anchor
     assert not re.search(r"!\[\]\(", prose(notebook)), "an image needs alt text"
+
+
+def test_every_case_of_the_clinic_can_be_found_and_has_a_folded_fix():
+    notebook = nbformat.read(NOTEBOOKS / "12_troubleshooting_clinic.ipynb", as_version=4)
+    cases = re.findall(
+        r"^### (.+)$", prose(notebook).split("## It stops with an error")[1].split("## Exercise")[0], re.M
+    )
+    linked = set(re.findall(r"ipynb#([^)]+)\)", prose(notebook).split("## What is used here")[0]))
+    assert {case.replace(" ", "-") for case in cases} == linked
+    counts = re.findall(r"(\d+) (?:short programs|cases)", prose(notebook))
+    assert counts and set(counts) == {str(len(cases))}
+    fixes = [cell for cell in code_cells(notebook)[1:] if cell.metadata.get("jupyter", {}).get("source_hidden")]
+    assert len(fixes) >= len(cases)
 
 
 def test_the_road_map_lists_every_notebook():

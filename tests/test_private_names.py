@@ -5,6 +5,7 @@ Where a name has gone, the message says what needs it. A name that is used and n
 
 import ast
 import importlib
+from functools import cache
 
 import nbformat
 import pytest
@@ -23,7 +24,7 @@ NEEDED_BY = {
     "torch.ops.aten.mm.default._schema": "autocast, footprint: the arguments of an op by name",
     "torch._C._autocast_supported_devices": "autocast.cast_policies; notebook 04: which backends have autocast",
     "torch._C._dispatch_get_registrations_for_dispatch_key": "autocast.cast_policies: the ops with a rule",
-    "torch._C._dispatch_get_all_op_names": "autocast.cast_policies: the overloads of an op",
+    "torch._C._dispatch_get_all_op_names": "notebook 04: the overloads of an op",
     "torch._C._dispatch_key_for_device": "autocast.cast_policies: the name of a device's autocast key",
     "torch._C._DisableAutocast": "autocast: an op called without autocast",
     "torch._C.DisableTorchFunctionSubclass": "check.mean_loss: a tensor that counts how often it is read",
@@ -34,12 +35,12 @@ NEEDED_BY = {
     "torch._subclasses.fake_tensor.FakeTensorMode": "autocast, footprint; notebooks 04, 06, 12: tensors without memory",
     "torch.amp.GradScaler._get_growth_tracker": "check; notebook 03: the state of GradScaler",
     "torch.distributed._tools.mem_tracker.MemTracker": "test_footprint: torch's own count, to compare with",
-    "torch.library._scoped_library": "footprint: attention as the fused kernels keep it",
+    "torch.library._scoped_library": "test_autocast: a rule of the user's own",
     "torch.nn.Module()._forward_hooks": "check.first_bad: hooks that were left behind",
     "torch.nn.Module()._forward_pre_hooks": "check.first_bad: hooks that were left behind",
     "torch.nn.modules.module._global_forward_hooks": "check.first_bad: hooks that were left behind",
     "torch.nn.modules.module._global_forward_pre_hooks": "check.first_bad: hooks that were left behind",
-    "torch.ops.aten._local_scalar_dense": "footprint: a model that asks for a value",
+    "torch.ops.aten._local_scalar_dense": "notebook 03: how often the CPU reads a value",
     "torch.ops.aten._scaled_dot_product_efficient_attention": "footprint: fused attention in float32",
     "torch.ops.aten._scaled_dot_product_flash_attention": "footprint: fused attention in 16 bits",
     "torch.ops.aten._to_copy": "autocast, footprint: the op that casts",
@@ -68,11 +69,13 @@ def test_it_is_there(name):
     try:
         look_up(name)
     except (AttributeError, ImportError) as error:
-        pytest.fail(f"{name} has gone ({error}). It is needed by {NEEDED_BY[name]}.")
+        users = ", ".join(sorted({where for word, where in used_names()[0] if word == last_part(name)}))
+        pytest.fail(f"{name} has gone ({error}). It is needed by {NEEDED_BY[name]}. It stands in {users}.")
 
 
 def sources():
-    for path in [*NOTEBOOKS.parent.glob("helpers/**/*.py"), NOTEBOOKS.parent / "tests/test_footprint.py"]:
+    tests = [NOTEBOOKS.parent / "tests" / name for name in ("test_footprint.py", "test_autocast.py")]
+    for path in [*NOTEBOOKS.parent.glob("helpers/**/*.py"), *tests]:
         yield path.name, path.read_text(encoding="utf-8")
     for path in NOTEBOOKS.glob("*.ipynb"):
         for cell in nbformat.read(path, as_version=4).cells:
@@ -84,17 +87,34 @@ def is_private(name):
     return name.startswith("_") and not name.endswith("__")
 
 
-def test_all_that_are_used_are_listed():
-    """Names of torch are told from the suite's own by where they are defined."""
-    known = {part.removesuffix("()") for name in NEEDED_BY for part in name.split(".")}
-    known.add("_repr_mimebundle_")  # IPython documents it
-    used = set()
+def last_part(name):
+    """The part of a dotted name by which its users know it: the private one, or the last."""
+    parts = [part.removesuffix("()") for part in name.split(".")]
+    return next((part for part in reversed(parts) if is_private(part)), parts[-1])
+
+
+@cache
+def used_names():
+    """The private names that the suite uses, each with the file where it stands, and the names that it defines."""
+    used, own = set(), {"_repr_mimebundle_"}  # which IPython documents
     for where, source in sources():
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
-                known.add(node.name)
+                own.add(node.name)
             elif isinstance(node, ast.Attribute) and getattr(node.value, "id", "") not in ("self", "cls"):
                 used.add((node.attr, where))
             elif isinstance(node, ast.ImportFrom) and node.module:
                 used |= {(part, where) for part in node.module.split(".")}
-    assert not {(name, where) for name, where in used if is_private(name) and name not in known}
+                used |= {(alias.name, where) for alias in node.names}
+    return {(name, where) for name, where in used if is_private(name)}, own
+
+
+def test_all_that_are_used_are_listed():
+    """Names of torch are told from the suite's own by where they are defined."""
+    used, own = used_names()
+    listed = {part.removesuffix("()") for name in NEEDED_BY for part in name.split(".")}
+    assert not {(name, where) for name, where in used if name not in listed | own}
+
+
+def test_all_that_are_listed_are_used():
+    assert not {name for name in NEEDED_BY if last_part(name) not in {name for name, _ in used_names()[0]}}
