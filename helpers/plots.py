@@ -48,13 +48,11 @@ in_style = plt.rc_context(  # around each function that draws
         "axes.labelcolor": NEUTRAL,
         "axes.spines.right": False,
         "axes.spines.top": False,
-        "axes.titlecolor": NEUTRAL,
-        "axes.titlelocation": "left",
-        "axes.titlesize": 12,
-        "axes.titleweight": "bold",
         "text.color": NEUTRAL,
         "xtick.color": NEUTRAL,
         "ytick.color": NEUTRAL,
+        "figure.titlesize": 12,
+        "figure.titleweight": "bold",
         "figure.dpi": 100,  # of the page: the picture has twice as many
         "hatch.linewidth": 0.6,
     }
@@ -73,9 +71,15 @@ def color_of(name):
     return next((COLORS[NAMES[word]] for word in NAMES if word in name or word in name.lower()), NEUTRAL)
 
 
+def _colors(names):
+    """The colours of parts that lie side by side; those without one of their own take turns in shades of grey."""
+    shades = cycle(["#5f5f5f", "#9a9a9a", "#7c7c7c", "#b8b8b8"])
+    return [color if color != NEUTRAL else next(shades) for color in map(color_of, names)]
+
+
 def _axes(title, width=7.0, height=3.0):
     _, axes = plt.subplots(figsize=(width, height), layout="constrained")
-    axes.set_title(textwrap.fill(title, round(11 * width)))
+    axes.figure.suptitle(textwrap.fill(title, round(10.5 * width)), x=0.01, ha="left")  # from the figure's left edge
     return axes
 
 
@@ -147,12 +151,11 @@ def bars(values, title, unit, low=None, high=None, reference=None):
         words = {name: f"{words[name]}, from {low[name]:,.3g} to {high[name]:,.3g}" for name in words}
     if low is not None and reference is not None:
         undecided = (low <= reference) & (reference <= high)
-        decided = [COLORS["fp32"] if color == NEUTRAL else color for color in colors]
-        colors = ["0.75" if grey else color for grey, color in zip(undecided, decided)]
+        colors = ["0.75" if grey else color for grey, color in zip(undecided, colors)]
         hatches = ["//" if grey else "" for grey in undecided]
         unit += f"; grey: the interval contains {reference:g}" if undecided.any() else ""
     error = None if low is None else [(values - low).clip(lower=0), (high - values).clip(lower=0)]
-    look = {"color": colors, "hatch": hatches, "ecolor": NEUTRAL, "edgecolor": "white"}
+    look = {"color": colors, "hatch": hatches, "ecolor": NEUTRAL, "edgecolor": "white", "linewidth": 0}
     axes.barh(values.index, values, xerr=error, capsize=4, height=0.65, **look)
     ends = values if high is None else high
     for row, (value, end) in enumerate(zip(values, ends)):
@@ -172,8 +175,8 @@ def stacked_bars(table, title, unit, limit=None):
     """
     axes = _axes(title, height=1.3 + 0.42 * len(table))
     left = 0 * table.iloc[:, 0]
-    for column, hatch in zip(table, cycle(HATCHES)):
-        look = {"color": color_of(column), "hatch": hatch, "edgecolor": "white", "label": column}
+    for column, color, hatch in zip(table, _colors(table), cycle(HATCHES)):
+        look = {"color": color, "hatch": hatch, "edgecolor": "white", "linewidth": 0, "label": column}
         axes.barh(table.index, table[column], left=left, height=0.65, **look)
         left = left + table[column]
     for row, total in enumerate(left):
@@ -215,7 +218,7 @@ def curves(table, x, y, by, title, log2=(), log10=(), step=False, from_zero=True
         axes.set_ylim(bottom=0)
     axes.set(xlabel=x, ylabel=y)
     if len(names) > 1:
-        _name_ends(axes, {name: (line.index[-1][1], line.iloc[-1]) for name, line in means})
+        _name_ends(axes, {name: (line.index[-1][1], line.dropna().iloc[-1]) for name, line in means})
     ends = means.agg(lambda line: f"from {line.iloc[0]:,.3g} to {line.iloc[-1]:,.3g}")
     _show(axes.figure, f"Line chart: {title}. {y} over {x}", ends)
 
@@ -298,7 +301,7 @@ def pictures(rows, title):
     """
     count = max(len(row) for row in rows.values())
     _, grid = plt.subplots(len(rows), count, figsize=(7, 0.4 + 0.62 * len(rows)), layout="constrained", squeeze=False)
-    grid[0, 0].figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
+    grid[0, 0].figure.suptitle(title, x=0.01, ha="left")
     for line, (name, row) in zip(grid, rows.items()):
         for axes, picture in zip(line, row):
             colored = picture.ndim == 3
@@ -317,7 +320,7 @@ def areas(table, title, x, y, marks):
     """The columns of `table` stacked over its index, the first at the bottom; hatched so that grey print tells them
     apart. `marks` is a dict of places on x by the label that begins there."""
     axes = _axes(title, height=3.6)
-    colors = [color_of(column) for column in table]
+    colors = _colors(table)
     drawn = axes.stackplot(table.index, table.T.to_numpy(), colors=colors, labels=table.columns, edgecolor="white")
     for area, hatch in zip(drawn, cycle(HATCHES)):
         area.set(hatch=hatch, linewidth=0)
@@ -337,14 +340,13 @@ def show(table, digits=3):
     >>> show(pd.DataFrame({"format": ["fp16"], "largest": [65504.0]}))  # doctest: +SKIP
     """
     table = table.to_frame() if isinstance(table, pd.Series) else table
+    table = table.rename_axis(None, axis="columns")
     texts = table.map(lambda cell: _digits(cell, digits))
     counted = isinstance(table.index, pd.RangeIndex)
-    styler = texts.style.set_uuid("table").set_table_styles(
-        [{"selector": "th, td", "props": "text-align: left; vertical-align: top; max-width: 26em"}]
-    )
-    for place, kind in enumerate(table.dtypes):
-        if kind.kind in "iuf":
-            styler = styler.set_properties(subset=texts.columns[[place]], **{"text-align": "right"})
+    styles = [{"selector": "th, td", "props": "text-align: left; vertical-align: top; max-width: 26em"}]
+    numbers = [f"th.col{place}, td.col{place}" for place, kind in enumerate(table.dtypes) if kind.kind in "iuf"]
+    styles += [{"selector": column, "props": "text-align: right"} for column in numbers]
+    styler = texts.style.set_uuid("table").set_table_styles(styles)
     page = (styler.hide(axis="index") if counted else styler).to_html()
     display({"text/html": page, "text/plain": texts.to_string(index=not counted)}, raw=True)
 

@@ -24,10 +24,10 @@ from packaging.version import VERSION_PATTERN, InvalidVersion, Version
 DATA = Path(__file__).resolve().parent.parent / "data"
 # As pyproject.toml has them, which a copy of this folder has not beside it, less the tools that only run notebooks.
 PYTHON = ">=3.11"
-NEEDS = """accelerate>=1.10 ipywidgets>=8.1 jsonschema>=4.23 lightning>=2.5.5 matplotlib>=3.10 numpy>=2.1
-    nvidia-ml-py>=13.580 opencv-python-headless>=4.11 packaging>=24 pandas>=2.2.3 psutil>=7 scikit-learn>=1.6
+NEEDS = """accelerate>=1.10 altair>=5.5 ipywidgets>=8.1 jsonschema>=4.23 lightning>=2.5.5 matplotlib>=3.10 numpy>=2.1
+    nvidia-ml-py>=13.580 opencv-python-headless>=4.11 packaging>=24 pandas>=2.2.3 pillow>=11 psutil>=7 scikit-learn>=1.6
     scipy>=1.15 seaborn>=0.13.2 timm>=1.0.20 torch>=2.11 torchao>=0.18 torchvision>=0.26 tqdm>=4.67"""
-MODULES = {"nvidia-ml-py": "pynvml", "opencv-python-headless": "cv2", "scikit-learn": "sklearn"}
+MODULES = {"nvidia-ml-py": "pynvml", "opencv-python-headless": "cv2", "pillow": "PIL", "scikit-learn": "sklearn"}
 CAUSES = {  # by what pip or uv say
     "NameResolution|NewConnection|ConnectTimeout|Max retries|ProxyError|Failed to fetch|error sending request": (
         "the package index cannot be reached. Give this notebook internet access, or wheels, as the README shows"
@@ -49,7 +49,7 @@ class NotReady(RuntimeError):
 
 
 def prepare():
-    """Install what is missing, name what is old, and say that the helpers are found. Raises NotReady."""
+    """Install what is missing, name what is old, and say what is ready. Raises NotReady."""
     if os.environ.get("HALF_THE_BITS_DEVICE") == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # what looks for a GPU by itself, as DataParallel does, finds none
     needs = [Requirement(need) for need in NEEDS.split()]
@@ -68,7 +68,7 @@ def prepare():
         _install(missing)
     for name, need in old.items():
         print(f"{name} {version(name)} is left as it is, although older than the tested {need.specifier}.")
-    print("helpers found")
+    print("Ready: torch", ".".join(version("torch").split(".")[:2]))
 
 
 def _is_there(need):

@@ -1,7 +1,6 @@
 """One list of dependencies, used by everything, and nothing in the repository that a fresh machine lacks."""
 
 import ast
-import base64
 import re
 import subprocess
 import sys
@@ -11,14 +10,16 @@ from importlib.metadata import packages_distributions, version
 from pathlib import Path
 
 import nbformat
+import numpy as np
 import pandas as pd
 import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from PIL import Image
 
 from helpers import measure, records
-from tools import invented
+from tools import hero, invented
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -59,6 +60,8 @@ def test_everything_imported_is_declared(folder):
     providers = packages_distributions()
     used = {n for source in sources(folder) for n in set(imports(MAGIC.sub("", source))) - written_modules(source)}
     used -= set(sys.stdlib_module_names) | OURS
+    if folder == "helpers":
+        used.remove("vl_convert")  # explore does without it where it is not there
     undeclared = {name for name in used if not declared & {canonicalize_name(d) for d in providers.get(name, [])}}
     assert not undeclared
 
@@ -113,6 +116,13 @@ def test_readme_s_links_lead_somewhere():
             assert (document.parent / target).exists(), f"{document.name}: {target}"
 
 
+def test_readme_is_short():
+    """Figures, links and lines of tables aside, some six hundred words."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    prose = re.sub(r"\]\([^)]*\)|```.*?```|^[|!].*$", "", text, flags=re.DOTALL | re.MULTILINE)
+    assert len(prose.split()) < 600
+
+
 def test_readme_shows_the_two_commands_first():
     code = re.findall(r"```\w*\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
     commands = [line.split("#")[0].strip() for line in code[0].splitlines()]
@@ -138,10 +148,10 @@ def test_helpers_stay_small_and_have_no_cycles():
     }
     lines = Counter()
     for name, text in modules.items():
-        instrument = name in ("autocast", "footprint", "bitview", "diagnose")
+        instrument = name in ("autocast", "footprint", "bitview", "diagnose", "explore")
         room = "instruments of a chapter" if instrument else "shared modules"
         lines["exercises" if name.startswith("check") else room] += len(text.splitlines())
-    assert lines <= Counter({"shared modules": 1540, "instruments of a chapter": 1120, "exercises": 1900}), lines
+    assert lines <= Counter({"shared modules": 1700, "instruments of a chapter": 1310, "exercises": 1900}), lines
     assert not [name for name in modules if re.search(r"\d\d", name.replace("fp16", "").replace("fp32", ""))]
     needs = {
         name: set(re.findall(r"^from helpers(?:\.| import )([\w.]+)", text, re.MULTILINE)) & set(modules)
@@ -174,18 +184,20 @@ def test_readme_s_results_are_notebook_07_s(beside, tmp_path, monkeypatch):
         assert f"| {arm} | {row['errors (%)']:.2f}% | {ratio} | {verdict} |" in readme
 
 
-def test_readme_s_figure_is_notebook_03_s():
-    figures = [
-        output["data"]["image/png"]
-        for cell in nbformat.read(ROOT / "notebooks" / "03_loss_scaling.ipynb", as_version=4).cells
-        for output in cell.get("outputs", [])
-        if "image/png" in output.get("data", {})
-    ]
-    assert (ROOT / "data" / "gradients.png").read_bytes() == base64.b64decode(figures[0])
+def test_readme_s_picture_moves_and_can_be_read_as_a_still():
+    """`uv run python -m tools.hero` makes it. In its first frame, the last of the runs, one row of four is noise."""
+    path = ROOT / "data" / "run_that_dies.gif"
+    assert "](data/run_that_dies.gif)" in (ROOT / "README.md").read_text(encoding="utf-8")
+    picture = Image.open(path)
+    assert path.stat().st_size < 2e6 and picture.n_frames > 15
+    grey = np.asarray(picture.convert("L"), dtype=float) / 255
+    rows = [grey[row.start : row.stop, hero.LEFT :] for row in hero.places()]
+    off = {name: np.abs(row - rows[0]).mean() for name, row in zip(hero.NAMES, rows)}
+    assert off["fp16"] > 5 * max(off[name] for name in hero.NAMES if name != "fp16")
 
 
 def test_workshop_plans_fit_their_time():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    teaching = (ROOT / "docs" / "teaching.md").read_text(encoding="utf-8")
     for plan, minutes in {"90 minutes": 90, "half a day": 240, "two days": 720}.items():
-        table = readme.split(f"| {plan} | minutes |")[1].split("\n\n")[0]
+        table = teaching.split(f"| {plan} | minutes |")[1].split("\n\n")[0]
         assert sum(int(row.split("|")[2]) for row in table.splitlines()[2:]) == minutes, plan

@@ -33,6 +33,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PATHS = sorted(NOTEBOOKS.glob("*.ipynb"))
 SET_UP = next(cell.source for cell in nbformat.read(PATHS[0], as_version=4).cells if cell.cell_type == "code")
 ALONE = "Put helpers/ and data/ beside this notebook."
+READY = "Ready: torch " + ".".join(version("torch").split(".")[:2])
 
 
 def test_what_is_asked_for_is_what_pyproject_asks_for():
@@ -97,7 +98,7 @@ def pip(monkeypatch):
 
 def test_where_nothing_is_missing_nothing_is_said_or_done(pip, capsys):
     ready.prepare()
-    assert capsys.readouterr().out == "helpers found\n"
+    assert capsys.readouterr().out == f"{READY}\n"
     assert not pip.commands
 
 
@@ -124,7 +125,7 @@ def test_only_the_missing_are_asked_for_and_all_else_is_pinned(installer, pip, c
     assert {f"{name}=={version(name)}" for name in ("torch", "torchvision", "numpy", "pandas")} <= set(pins)
     installing, found = capsys.readouterr().out.splitlines()
     assert installing.startswith("Installing nvidia-ml-py, opencv-python-headless, timm.")
-    assert found == "helpers found"
+    assert found == READY
 
 
 @pytest.mark.parametrize(
@@ -172,14 +173,14 @@ def test_an_old_package_is_named_and_stays(pip, capsys, monkeypatch):
     ready.prepare()
     warning, found = capsys.readouterr().out.splitlines()
     assert warning == "numpy 1.26.4 is left as it is, although older than the tested >=2.1."
-    assert found == "helpers found" and not pip.commands
+    assert found == READY and not pip.commands
 
 
 @pytest.mark.parametrize("number", ["2.11.0a0+nv26.2", "2.11.0+cu126", "2.16.0.dev20261120+cpu", "not a version"])
 def test_torch_s_own_builds_count_as_their_version(number, pip, capsys, monkeypatch):
     with_version(monkeypatch, "torch", number)
     ready.prepare()
-    assert capsys.readouterr().out == "helpers found\n"
+    assert capsys.readouterr().out == f"Ready: torch {'.'.join(number.split('.')[:2])}\n"
 
 
 def test_what_cannot_be_mended_is_said_in_one_sentence(pip, monkeypatch, tmp_path):
@@ -272,8 +273,12 @@ def test_pip_installs_what_is_missing_and_leaves_the_platform_s_torch(platform):
     write_wheel(platform.index, "timm", "1.0.30", "torch>=2")
     write_wheel(platform.index, "torch", "99.0")
     said = platform()
-    assert said == ["Installing timm. What is installed already is not changed.", "helpers found", "2.11.0+platform"]
-    assert platform() == ["helpers found", "2.11.0+platform"], "the second time there is nothing to do"
+    assert said == [
+        "Installing timm. What is installed already is not changed.",
+        "Ready: torch 2.11",
+        "2.11.0+platform",
+    ]
+    assert platform() == ["Ready: torch 2.11", "2.11.0+platform"], "the second time there is nothing to do"
 
 
 @pytest.mark.slow
@@ -375,7 +380,7 @@ def test_a_notebook_alone_beside_copies_runs(tmp_path, monkeypatch, first_error)
     shutil.copy(PATHS[4], tmp_path)
     for name in ("helpers", "data"):
         shutil.copytree(ROOT / name, tmp_path / name)
-    assert first_error(tmp_path / PATHS[4].name, cells=12) == ("helpers found\n", None)
+    assert first_error(tmp_path / PATHS[4].name, cells=12) == (f"{READY}\n", None)
 
 
 def test_without_data_a_notebook_shows_one_sentence(tmp_path, first_error):

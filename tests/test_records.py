@@ -32,7 +32,7 @@ def company(request, folder):
 
 
 def of_notebook_08(experiment):
-    """The records of an experiment of notebook 08 that were made on the machine which README names."""
+    """The records of an experiment of notebook 08 that were made on the machine which docs/results.md names."""
     return [record for record in records.load(experiment) if record["device"]["name"] == "Intel Xeon"]
 
 
@@ -163,7 +163,7 @@ def test_writer_killed_in_the_middle_leaves_only_whole_records(folder):
     assert len([r for r in records.load_all() if r["what"]["experiment"] == "killed"]) == 1
 
 
-def test_images_a_second_in_the_readme_are_those_on_record(company):
+def test_images_a_second_in_the_results_are_those_on_record(company):
     (record,) = of_notebook_08("08 data path")
     assert record["device"]["type"] == "cpu" and record["device"]["threads"] == 2
     files = record["results"]["images_per_step"]
@@ -172,11 +172,11 @@ def test_images_a_second_in_the_readme_are_those_on_record(company):
     for start in ("JPEG to float32", "JPEG, batched", "decoded cache, w", "decoded cache, same memory"):
         best[start] = max(rate for arm, rate in speed.items() if arm.startswith(start))
     assert best["decoded cache, same memory"] > 10 * best["JPEG to float32"]
-    readme = (Path(__file__).resolve().parent.parent / "README.md").read_text(encoding="utf-8")
-    assert f"{best['JPEG to float32']:,.0f} images/s by the blog posts' loader at its best" in readme
-    assert f"{best['JPEG, batched']:,.0f} with bytes and whole batches" in readme
-    assert f"{best['decoded cache, w']:,.0f} from a cache" in readme
-    assert f"{best['decoded cache, same memory']:,.0f} if each batch is also written into the same memory" in readme
+    results = (Path(__file__).resolve().parent.parent / "docs" / "results.md").read_text(encoding="utf-8")
+    assert f"{best['JPEG to float32']:,.0f} images/s by the blog posts' loader at its best" in results
+    assert f"{best['JPEG, batched']:,.0f} with bytes and whole batches" in results
+    assert f"{best['decoded cache, w']:,.0f} from a cache" in results
+    assert f"{best['decoded cache, same memory']:,.0f} if each batch is also written into the same memory" in results
 
 
 def test_the_recorded_ladder_s_rungs_add_up_to_the_whole(company):

@@ -5,10 +5,12 @@ import re
 import shutil
 from binascii import a2b_base64
 from hashlib import sha256
+from html import escape
 from pathlib import Path
 
 from docutils import nodes
 from sphinx.util.logging import getLogger
+from vl_convert import javascript_bundle
 
 project = "Half the Bits"
 copyright = "the authors: text and figures CC BY 4.0, code MIT"
@@ -34,6 +36,16 @@ html_theme_options = {
     "use_fullscreen_button": False,
 }
 
+VEGA_LITE = "application/vnd.vegalite.v5+json"
+CHART = '<div class="chart"><script type="{kind}" data-options="{options}">{spec}</script></div>'
+DRAW_CHARTS = """
+for (const place of document.querySelectorAll("div.chart > script")) {
+  vegaEmbed(place.parentElement, JSON.parse(place.text), JSON.parse(place.dataset.options))
+}
+"""
+# The theme paints outputs pale on dark pages; a chart follows the page's colours by itself.
+CHART_STYLE = "html[data-theme=dark] div.cell_output div.output:has(.chart) {background: none; color: inherit}"
+
 CONTENTS = """
 ```{toctree}
 :hidden:
@@ -55,6 +67,30 @@ def adapt(app, name, source):
     if name == root_doc:
         source[0] = re.sub(r"^\[!\[CI\].*$", "", source[0], flags=re.MULTILINE) + CONTENTS
     source[0] = re.sub(r"\.ipynb#[\w-]+", lambda link: link[0].lower(), source[0])
+    if VEGA_LITE in source[0]:
+        notebook = json.loads(source[0])
+        for output in (output for cell in notebook["cells"] for output in cell.get("outputs", [])):
+            if VEGA_LITE in output.get("data", {}):
+                output["data"] = {"text/html": chart(output)}
+        source[0] = json.dumps(notebook)
+
+
+def chart(output):
+    """HTML from which vega.js draws a stored chart."""
+    spec = json.dumps(output["data"][VEGA_LITE]).replace("</", "<\\/")
+    options = escape(json.dumps(output["metadata"][VEGA_LITE]["embed_options"]))
+    return CHART.format(kind=VEGA_LITE, options=options, spec=spec)
+
+
+def write_vega(app):
+    """One script with all that draws charts, so that no page asks another server for it."""
+    folder = Path(app.outdir) / "_static"
+    folder.mkdir(parents=True, exist_ok=True)
+    bundle = javascript_bundle(DRAW_CHARTS, vl_version="5.8")
+    (folder / "vega.js").write_text(f"(() => {{{bundle}}})()", encoding="utf-8")
+    (folder / "charts.css").write_text(CHART_STYLE, encoding="utf-8")
+    app.add_js_file("vega.js", loading_method="defer")
+    app.add_css_file("charts.css")
 
 
 def describe_figures(app, page):
@@ -80,6 +116,7 @@ def open_at_readme(app, error):
 
 
 def setup(app):
+    app.connect("builder-inited", write_vega)
     app.connect("source-read", adapt)
     app.connect("doctree-read", describe_figures)
     app.connect("build-finished", open_at_readme)

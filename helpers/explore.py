@@ -1,0 +1,191 @@
+"""Charts with sliders that work without a kernel: in a stored notebook, on the site, on a phone.
+
+Data are computed in Python; the browser only moves them. A chart is stored as Vega-Lite 5, which JupyterLab draws by
+itself, beside a picture of its first state for readers that draw no charts.
+"""
+
+import base64
+import io
+import sys
+
+import altair as alt
+import numpy as np
+import pandas as pd
+from IPython.display import display
+from PIL import Image
+
+from helpers.plots import COLORS, NEUTRAL, color_of
+
+WIDTH = 640
+# Instead of vega-embed's own style sheet: the chart shrinks to fit, the inputs stand in columns.
+STYLE = """.vega-embed{max-width:760px}.vega-embed svg.marks{max-width:100%;height:auto}
+.vega-bindings{display:grid;grid-template-columns:repeat(auto-fill,minmax(17rem,1fr));gap:.3rem 1.5rem;font-size:14px}
+.vega-bind label{display:flex;align-items:center;gap:.6em;flex-wrap:wrap}
+.vega-bind input[type=range]{flex:1;min-width:6rem}
+.vega-bind label>span:last-child{min-width:2.5em;text-align:right}.vega-bind-radio{display:flex;gap:.6em}"""
+EMBED = {"actions": False, "renderer": "svg", "defaultStyle": STYLE}
+INK = "currentColor"  # follows the page's theme; black in the picture
+INKED = dict.fromkeys(("labelColor", "titleColor", "domainColor", "tickColor", "gridColor"), INK)
+CONFIG = {
+    "background": "transparent",
+    "view": {"stroke": None},
+    "axis": INKED | {"gridOpacity": 0.2, "labelFontSize": 12, "titleFontSize": 13},
+    "legend": {"labelColor": INK, "titleColor": INK, "labelFontSize": 12, "orient": "bottom", "title": None},
+    "title": {"color": INK, "anchor": "start", "fontSize": 14},
+    "text": {"color": INK, "fontSize": 15, "align": "left", "baseline": "top"},
+    "rule": {"color": INK},
+}
+VEGA_LITE = "application/vnd.vegalite.v5+json"
+
+
+def show(chart, text):
+    """Show an Altair chart whose parameters are all bound to inputs; `text` is for whoever cannot see it.
+
+    On Colab, which does not draw stored charts, Altair's own HTML is shown.
+
+    Examples
+    --------
+    >>> share = alt.param("share", value=1, bind=alt.binding_range(min=0, max=1))
+    >>> dot = alt.Chart(pd.DataFrame({"x": [1]})).mark_point(opacity=alt.expr("share")).add_params(share)
+    >>> show(dot, "A dot that fades.")  # doctest: +SKIP
+    """
+    chart = chart.configure(**CONFIG)
+    if "google.colab" in sys.modules:
+        display({"text/html": chart.to_html(), "text/plain": text}, raw=True)
+        return
+    # JupyterLab 4 draws version 5; these charts need nothing newer.
+    spec = chart.to_dict() | {"$schema": "https://vega.github.io/schema/vega-lite/v5.json", "description": text}
+    data, metadata = {VEGA_LITE: spec, "text/plain": text}, {VEGA_LITE: {"embed_options": EMBED}}
+    if picture := _picture(spec):
+        width, height = (side // 2 for side in Image.open(io.BytesIO(picture)).size)
+        data["image/png"] = base64.b64encode(picture).decode()
+        metadata["image/png"] = {"alt": text, "width": width, "height": height}
+    display(data, metadata=metadata, raw=True)
+
+
+def _picture(spec):
+    """The chart's first state as PNG of few colours; None where vl-convert is not installed: it takes 84 MB."""
+    try:
+        import vl_convert
+    except ImportError:
+        return None
+    png = vl_convert.vegalite_to_png(spec | {"background": "white"}, vl_version="5.8", scale=2)
+    file = io.BytesIO()
+    Image.open(io.BytesIO(png)).convert("RGB").quantize(64).save(file, "PNG", optimize=True)
+    return file.getvalue()
+
+
+def slider(name, text, values, start):
+    """An input that goes through whole numbers from the first of `values` to the last."""
+    binding = alt.binding_range(min=min(values), max=max(values), step=values[1] - values[0], name=text)
+    return alt.param(name, value=start, bind=binding)
+
+
+def choice(name, text, options, start, labels=None):
+    """An input that offers `options`, shown as `labels`."""
+    labels = labels or list(map(str, options))
+    return alt.param(name, value=start, bind=alt.binding_radio(options=options, labels=labels, name=text))
+
+
+def fates(values, scales, title, start=0):
+    """A histogram of the nonzero `values` by their power of two, moved by a slider over the `scales`, exponents of 2:
+    what fp16 makes of each number has its colour, and the shares that become 0 and that overflow are written out.
+
+    Returns the shares at the first and at the last scale, as a DataFrame: what the slider shows at its ends.
+    """
+    powers = np.floor(np.log2(np.abs(values[values != 0].double().numpy(force=True)))).astype(int)
+    counts = pd.Series(powers).value_counts().sort_index()
+    data = pd.DataFrame({"power": counts.index, "count": counts.to_numpy(), "share": counts.to_numpy() / len(powers)})
+    k = slider("k", "scale: 2 to the power of ", scales, start)
+    names = ["becomes 0", "subnormal", "exact", "overflows"]
+    moved = (
+        alt.Chart(data)
+        .transform_calculate(at="datum.power + k")
+        .transform_calculate(
+            fate="datum.at < -25 ? 'becomes 0' : datum.at < -14 ? 'subnormal' : datum.at < 16 ? 'exact' : 'overflows'"
+        )
+    )
+    domain = [int(powers.min()), int(powers.max()) + max(scales) + 2]
+    bars = moved.mark_bar(size=WIDTH / (domain[1] - domain[0]) - 1).encode(
+        x=alt.X("at:Q", title="log2 of the scaled gradient", scale=alt.Scale(domain=domain, nice=False)),
+        y=alt.Y("count:Q", title="how many", scale=alt.Scale(domain=[0, int(1.15 * counts.max())])),
+        color=alt.Color("fate:N", scale=alt.Scale(domain=names, range=[COLORS[name] for name in names])),
+    )
+    shares = moved.transform_calculate(
+        lost="datum.at < -25 ? datum.share : 0", over="datum.at >= 16 ? datum.share : 0"
+    ).transform_aggregate(lost="sum(lost)", over="sum(over)")
+    says = "'lost ' + format(datum.lost, '.1%') + ', overflowed ' + format(datum.over, '.1%')"
+    words = shares.transform_calculate(says=says).mark_text(x=4, y=4, fontWeight="bold").encode(text="says:N")
+    chart = alt.layer(bars, words).add_params(k).properties(width=WIDTH, height=220, title=title)
+    show(chart, f"Histogram with a slider: {title}. The slider multiplies all gradients by a power of two.")
+    ends = {f"2^{end}": (powers + end) for end in (scales[0], scales[-1])}
+    rows = {name: {"becomes 0": (at < -25).mean(), "overflows": (at >= 16).mean()} for name, at in ends.items()}
+    return pd.DataFrame.from_dict(rows, orient="index")
+
+
+def steps(run, title, interval):
+    """GradScaler stepped through a run, by a slider over the rows of `run`, with columns `step`, `scale` (before it),
+    `tracker` and `next scale`; `interval` clean steps double the scale. One sentence says what the step did.
+    """
+    data = run.assign(
+        log2=np.log2(run["scale"]), bad=run["next scale"] < run["scale"], up=run["next scale"] > run["scale"]
+    )
+    data["fate"] = np.where(data.bad, "overflows", "exact")
+    clean = "all gradients are finite: the step is taken, clean step " + (data.tracker + 1).astype(str)
+    clean += f" of {interval}" + np.where(data.up, ", so the scale doubles", "")
+    data["says"] = np.where(data.bad, "a gradient is not finite: the step is skipped, the scale halves", clean)
+    data["head"] = (
+        "step " + data.step.astype(str) + ": the loss is multiplied by 2^" + data.log2.astype(int).astype(str)
+    )
+    step = slider("step", "step ", list(data.step), 0)
+    base = alt.Chart(data[["step", "log2", "fate", "says", "head"]])
+    past = base.transform_filter("datum.step <= step")
+    x = alt.X("step:Q", scale=alt.Scale(domain=[0, len(data)], nice=False))
+    y = alt.Y("log2:Q", title="log2 of the scale", scale=alt.Scale(zero=False))
+    color = alt.Color("fate:N", scale=alt.Scale(range=[COLORS["exact"], COLORS["overflows"]]), legend=None)
+    line = past.mark_line(interpolate="step-after", color=NEUTRAL).encode(x, y)
+    ahead = base.mark_line(interpolate="step-after", color=NEUTRAL, opacity=0.25).encode(x, y)
+    shape = alt.Shape("fate:N", scale=alt.Scale(range=["circle", "triangle-down"]), legend=None)
+    dots = past.mark_point(filled=True, size=60, opacity=1).encode(x, y, color=color, shape=shape)
+    now = alt.Chart(data[["step", "says", "head"]]).transform_filter("datum.step == step")
+    words = [now.mark_text(x=0, y=-44 + 20 * row).encode(text=name) for row, name in enumerate(("head", "says"))]
+    chart = alt.layer(ahead, line, dots, *words).add_params(step).properties(width=WIDTH, height=220)
+    chart = chart.properties(title=alt.TitleParams(title, offset=8))
+    show(chart, f"GradScaler, step by step: {title}. A slider moves the step.")
+
+
+def drawn_runs(runs, title, start):
+    """What networks draw after runs with different loss weights and loss scales, and their losses; two inputs choose
+    the run. `runs` maps `(weight, exponent of the scale)` to `(losses, pictures)`: a list, and a tensor of shape
+    (n, 8, 8) in [0, 1]. `start` is the first pair.
+    """
+    rows, curves = [], []
+    for (weight, k), (losses, pictures) in runs.items():
+        name = f"{weight:g} {k}"
+        pixels = (15 * pictures.nan_to_num(1.0).clamp(0, 1)).round().int().permute(1, 0, 2).flatten().tolist()
+        end = f"ends at {losses[-1]:.3f}" if np.isfinite(losses[-1]) else "is not finite"
+        rows.append({"run": name, "pixels": "".join(f"{pixel:x}" for pixel in pixels), "says": f"the loss {end}"})
+        every = max(1, len(losses) // 25)
+        drawn = [(step, round(losses[step], 4)) for step in range(0, len(losses), every)]
+        curves += [(name, step, loss) for step, loss in drawn if np.isfinite(loss)]
+    width = 8 * pictures.shape[0]
+    weights, scales = (list(dict.fromkeys(pair[place] for pair in runs)) for place in (0, 1))
+    weight = choice("weight", "loss weight ", [f"{each:g}" for each in weights], f"{start[0]:g}")
+    k = slider("k", "scale: 2 to the power of ", scales, start[1])
+    images = alt.LookupData(pd.DataFrame(rows), "run", ["pixels", "says"])
+    chosen = alt.Chart(alt.sequence(0, 8 * width, as_="i")).transform_calculate(run="weight + ' ' + k")
+    chosen = chosen.transform_lookup("run", images)
+    ink = "indexof('0123456789abcdef', substring(datum.pixels, datum.i, datum.i + 1))"
+    position = {"x": alt.X("x:O", axis=None), "y": alt.Y("y:O", axis=None)}
+    grey = alt.Color("ink:Q", scale=alt.Scale(domain=[0, 15], range=["white", "black"]), legend=None)
+    cells = chosen.transform_calculate(ink=ink, x=f"datum.i % {width}", y=f"floor(datum.i / {width})")
+    digits = cells.mark_rect().encode(color=grey, **position).properties(width=WIDTH, height=8 * WIDTH // width)
+    table = pd.DataFrame(curves, columns=["run", "step", "loss"])
+    x, y = alt.X("step:Q"), alt.Y("loss:Q", scale=alt.Scale(domain=[0, max(table.loss) * 1.1]))
+    all_runs = alt.Chart(table).mark_line(opacity=0.15, color=NEUTRAL).encode(x, y, detail="run:N")
+    mine = alt.Chart(table).transform_filter("datum.run == weight + ' ' + k")
+    line = mine.mark_line(strokeWidth=3, color=color_of("fp16")).encode(x, y)
+    words = chosen.transform_filter("datum.i == 0").mark_text(x=120, y=4, fontWeight="bold").encode(text="says:N")
+    losses = alt.layer(all_runs, line, words).properties(width=WIDTH, height=160)
+    chart = alt.vconcat(digits.properties(title=title), losses).add_params(weight, k)
+    show(chart, f"Digits drawn by a trained network, with two inputs: {title}. They choose the loss weight and scale.")

@@ -1,0 +1,86 @@
+"""Charts with sliders: stored so that JupyterLab draws them alone, and true at their ends."""
+
+import json
+import sys
+
+import altair as alt
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from helpers import explore
+
+
+@pytest.fixture
+def chart(monkeypatch):
+    """Calls a function that shows a chart; what it stores, and what it returns."""
+
+    def draw(function, *arguments, **more):
+        shown = []
+        monkeypatch.setattr(explore, "display", lambda data, metadata=None, raw=True: shown.append((data, metadata)))
+        result = function(*arguments, **more)
+        ((data, metadata),) = shown
+        return data, metadata, result
+
+    return draw
+
+
+RUN = pd.DataFrame(
+    {"step": range(4), "scale": [4.0, 2.0, 2.0, 4.0], "tracker": [0, 0, 1, 0], "next scale": [2.0, 2.0, 4.0, 4.0]}
+)
+RUNS = {(weight, k): ([0.2, 0.1 * weight + k], torch.rand(10, 8, 8)) for weight in (1, 0.01) for k in (0, 8)}
+CHARTS = {
+    "fates": (explore.fates, (torch.tensor([2.0**-30, 2.0**-20, 1.0, 0.0]), range(0, 41), "Gradients")),
+    "steps": (explore.steps, (RUN, "Edge", 2)),
+    "drawn_runs": (explore.drawn_runs, (RUNS, "Digits", (0.01, 0))),
+}
+
+
+@pytest.mark.parametrize("name", CHARTS)
+def test_a_chart_is_stored_for_whoever_can_and_cannot_draw_it(name, chart):
+    function, arguments = CHARTS[name]
+    data, metadata, _ = chart(function, *arguments)
+    spec = data[explore.VEGA_LITE]
+    assert spec["$schema"].endswith("/v5.json") and spec["description"] == data["text/plain"]
+    assert len(json.dumps(spec)) < 200_000 and len(data["image/png"]) < 200_000
+    assert metadata["image/png"]["alt"] == data["text/plain"]
+    inputs = [param for param in spec["params"] if "bind" in param]
+    assert inputs and all(param["name"].isalpha() for param in inputs), "names that no run invents anew"
+    assert data == chart(function, *arguments)[0], "the same data make the same chart"
+    assert "container" not in json.dumps(spec), "JupyterLab draws such a width as 0 at times"
+
+
+def test_gradients_are_counted_by_their_fate(chart):
+    _, _, ends = chart(*([CHARTS["fates"][0], *CHARTS["fates"][1]]))
+    assert ends["becomes 0"].tolist() == pytest.approx([1 / 3, 0]) and ends["overflows"].tolist() == pytest.approx(
+        [0, 2 / 3]
+    )
+
+
+def test_steps_say_what_gradscaler_did(chart):
+    data, _, _ = chart(explore.steps, RUN, "Edge", 2)
+    said = [row["says"] for rows in data[explore.VEGA_LITE]["datasets"].values() for row in rows if "fate" in row]
+    assert said[0] == "a gradient is not finite: the step is skipped, the scale halves"
+    assert said[2] == "all gradients are finite: the step is taken, clean step 2 of 2, so the scale doubles"
+
+
+def test_runs_that_end_in_nan_say_so_and_are_drawn_blank(chart):
+    runs = RUNS | {(1, 8): ([0.2, np.nan], torch.full((10, 8, 8), np.nan))}
+    data, _, _ = chart(explore.drawn_runs, runs, "Digits", (1, 0))
+    rows = [row for rows in data[explore.VEGA_LITE]["datasets"].values() for row in rows if "pixels" in row]
+    by_run = {row["run"]: row for row in rows}
+    assert by_run["1 8"]["says"] == "the loss is not finite" and set(by_run["1 8"]["pixels"]) == {"f"}
+    assert all(len(row["pixels"]) == 640 for row in rows)
+
+
+def test_without_the_package_for_pictures_there_is_a_chart_without_one(chart, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vl_convert", None)
+    data, _, _ = chart(explore.steps, RUN, "Edge", 2)
+    assert set(data) == {explore.VEGA_LITE, "text/plain"}
+
+
+def test_colab_gets_html(chart, monkeypatch):
+    monkeypatch.setitem(sys.modules, "google.colab", object())
+    data, _, _ = chart(explore.show, alt.Chart(pd.DataFrame({"x": [1]})).mark_point(), "A dot.")
+    assert set(data) == {"text/html", "text/plain"}
