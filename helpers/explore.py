@@ -181,7 +181,7 @@ def drawn_runs(runs, title, start):
     cells = chosen.transform_calculate(ink=ink, x=f"datum.i % {width}", y=f"floor(datum.i / {width})")
     digits = cells.mark_rect().encode(color=grey, **position).properties(width=WIDTH, height=8 * WIDTH // width)
     table = pd.DataFrame(curves, columns=["run", "step", "loss"])
-    x, y = alt.X("step:Q"), alt.Y("loss:Q", scale=alt.Scale(domain=[0, max(table.loss) * 1.1]))
+    x, y = alt.X("step:Q"), alt.Y("loss:Q", scale=alt.Scale(domain=[0, max(table.loss) * 1.3], nice=False))
     all_runs = alt.Chart(table).mark_line(opacity=0.15, color=NEUTRAL).encode(x, y, detail="run:N")
     mine = alt.Chart(table).transform_filter("datum.run == weight + ' ' + k")
     line = mine.mark_line(strokeWidth=3, color=color_of("fp16")).encode(x, y)

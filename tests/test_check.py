@@ -151,7 +151,7 @@ def test_pictures_stand_below_a_wrong_answer(capsys):
     assert words.splitlines()[1].startswith("fp16       0 | 01111 | 1000000000   1.5")
 
 
-@pytest.mark.parametrize("case", ["Clipped to a norm of 0.1", "The clipping hook"])
+@pytest.mark.parametrize("case", ["Clipped to a small norm", "The clipping hook"])
 def test_patient_d_fits_two_cases(case, capsys):
     answers = {"A": "The scale that only falls", "B": "Skipped first steps", "C": "The loss that stands still"}
     answers |= {"D": case, "E": "A loss of squares"}

@@ -111,7 +111,8 @@ def test_first_screen_tells_what_when_and_for_whom(notebook):
 def test_set_up_cell_is_the_same_everywhere(notebook):
     first = nbformat.read(PATHS[0], as_version=4)
     assert code_cells(notebook)[0].source == code_cells(first)[0].source
-    assert len(code_cells(notebook)[0].source.splitlines()) <= 10
+    assert len(code_cells(notebook)[0].source.splitlines()) <= 11  # the first is its name, all that a folded cell shows
+    assert code_cells(notebook)[0].metadata.jupyter.source_hidden
 
 
 def test_it_ends_with_questions_and_sources(notebook):

@@ -111,7 +111,7 @@ _LOGS = {
         ["The loss that stands still"],
         "The weights change, so nothing is absorbed or skipped. Which weights does forward see?",
     ),
-    "D": (["Clipped to a norm of 0.1", "The clipping hook"], "A norm of 80,000 before clipping: of which gradients?"),
+    "D": (["Clipped to a small norm", "The clipping hook"], "A norm of 80,000 before clipping: of which gradients?"),
     "E": (["A loss of squares", "Finite outputs and an infinite loss"], "The modules are well. What comes after them?"),
 }
 
@@ -188,7 +188,7 @@ def _with(fault):
         "The gradients of the last step are still there: `zero_grad` without brackets calls nothing.": (
             _with("no zero_grad")
         ),
-        "The clipped norm is that of scaled gradients: *Clipped to a norm of 0.1*.": _with("not unscaled"),
+        "The clipped norm is that of scaled gradients: *Clipped to a small norm*.": _with("not unscaled"),
         "The schedule moves on where the optimizer's step was skipped: *A warning of the scheduler*.": _with("ahead"),
         "When the scale has grown, the step was taken too: only a scale that fell tells of a skipped one.": (
             _with("only if equal")

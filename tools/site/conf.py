@@ -44,14 +44,17 @@ for (const place of document.querySelectorAll("div.chart > script")) {
 }
 """
 # The theme paints outputs pale on dark pages; a chart follows the page's colours by itself.
-CHART_STYLE = "html[data-theme=dark] div.cell_output div.output:has(.chart) {background: none; color: inherit}"
+CHART_STYLE = """
+html[data-theme=dark] div.cell_output div.output:has(.chart) {background: none; color: inherit}
+div.cell_output img {max-width: 100%; height: auto !important}
+"""
 
 CONTENTS = """
-```{toctree}
+```{{toctree}}
 :hidden:
 :glob:
 
-notebooks/*
+{notebooks}
 [!R]*
 docs/*
 data/README
@@ -65,7 +68,9 @@ def adapt(app, name, source):
     The badge is for the repository's own page: its address is relative to that.
     """
     if name == root_doc:
-        source[0] = re.sub(r"^\[!\[CI\].*$", "", source[0], flags=re.MULTILINE) + CONTENTS
+        numbered = re.findall(r"^\| \[(\d\d [^\]]+)\]\((notebooks/[^)]+)\.ipynb\)", source[0], re.MULTILINE)
+        notebooks = "\n".join(f"{title} <{place}>" for title, place in numbered)
+        source[0] = re.sub(r"^\[!\[CI\].*$", "", source[0], flags=re.MULTILINE) + CONTENTS.format(notebooks=notebooks)
     source[0] = re.sub(r"\.ipynb#[\w-]+", lambda link: link[0].lower(), source[0])
     if VEGA_LITE in source[0]:
         notebook = json.loads(source[0])
