@@ -6,6 +6,7 @@ itself, beside a picture of its first state for readers that draw no charts.
 
 import base64
 import io
+import json
 import sys
 
 import altair as alt
@@ -189,3 +190,70 @@ def drawn_runs(runs, title, start):
     losses = alt.layer(all_runs, line, words).properties(width=WIDTH, height=160)
     chart = alt.vconcat(digits.properties(title=title), losses).add_params(weight, k)
     show(chart, f"Digits drawn by a trained network, with two inputs: {title}. They choose the loss weight and scale.")
+
+
+def calculator(parts, cards, title):
+    """The memory of a training step at its peak, as backward begins, by five inputs: model, precision, optimizer, batch
+    and card.
+
+    `parts`: a DataFrame in GiB, one row a model and precision (index levels `model` and `precision`), with columns
+    `weights`, `image` (what each image adds) and `rest` (what else does not grow with the batch). `cards`: a dict of
+    GiB that are there for the step. Momentum takes as much as the weights, Adam twice that.
+    """
+    table = parts.round(5).reset_index().assign(key=lambda rows: rows.model + " " + rows.precision)
+    rows = pd.DataFrame({"part": ["weights", "optimizer", "rest", "activations"], "order": range(4)})
+    models, precisions = list(dict.fromkeys(table.model)), list(dict.fromkeys(table.precision))
+    pick = {
+        "model": alt.param("model", value=models[0], bind=alt.binding_select(options=models, name="model ")),
+        "precision": choice("precision", "precision ", precisions, precisions[0]),
+        "states": choice("states", "optimizer ", [0, 1, 2], 1, ["SGD", "momentum", "Adam"]),
+        "batch": slider("batch", "batch ", [1, *range(2, 513)], 32),
+        "card": alt.param("card", value=next(iter(cards)), bind=alt.binding_select(options=list(cards), name="card ")),
+    }
+    found = alt.LookupData(table, "key", ["weights", "rest", "image"])
+    base = alt.Chart(rows).transform_calculate(key="model + ' ' + precision").transform_lookup("key", found)
+    size = "datum.part == 'activations' ? batch * datum.image : datum.part == 'optimizer' ? states * datum.weights"
+    base = base.transform_calculate(GiB=f"{size} : datum[datum.part]")
+    names = list(rows.part)
+    colors = alt.Scale(domain=names, range=[color_of(name) for name in names])
+    bars = base.mark_bar(height=48).encode(
+        x=alt.X("GiB:Q", scale=alt.Scale(domainMin=0)),
+        color=alt.Color("part:N", scale=colors, sort=names, legend=alt.Legend(columns=4)),
+        order="order:Q",
+    )
+    total = base.transform_aggregate(total="sum(GiB)").transform_calculate(room=f"({json.dumps(cards)})[card]")
+    says = (
+        "format(datum.total, '.1f') + ' GiB of ' + datum.room + (datum.total > datum.room ? ': too much' : ': it fits')"
+    )
+    words = total.transform_calculate(says=says).mark_text(x=0, y=-18, fontWeight="bold").encode(text="says:N")
+    rule = total.mark_rule(strokeDash=[6, 3], strokeWidth=2).encode(x=alt.X("room:Q", title="GiB"))
+    chart = alt.layer(bars, rule, words).add_params(*pick.values()).properties(width=WIDTH, height=70)
+    chart = chart.properties(title=alt.TitleParams(title, offset=24))
+    show(chart, f"A bar of memory with five inputs: {title}. Model, precision, optimizer, batch and card.")
+
+
+def verdicts(intervals, title, margins, start):
+    """What a test of "not worse" says by the number of runs and by its margin, which a slider moves.
+
+    `intervals`: a DataFrame with columns `arm`, `seeds`, `value`, `low` and `high`. `margins`: the slider's values, in
+    percent more errors.
+    """
+    data = intervals.round(4)
+    margin = slider("margin", "margin: so many percent more errors ", margins, start)
+    base = alt.Chart(data).transform_calculate(
+        verdict="datum.high < 1 + margin / 100 ? 'not worse' : datum.low > 1 + margin / 100 ? 'worse' : 'undecided'"
+    )
+    x = alt.X("seeds:Q", title="seeds in each arm", scale=alt.Scale(nice=False))
+    look = alt.Scale(domain=["not worse", "undecided", "worse"], range=[COLORS["exact"], NEUTRAL, COLORS["becomes 0"]])
+    color = alt.Color("verdict:N", scale=look)
+    bands = base.mark_rule(strokeWidth=4).encode(
+        x, y=alt.Y("low:Q", title="errors, FP32 = 1", scale=alt.Scale(zero=False)), y2="high:Q", color=color
+    )
+    dots = base.mark_point(filled=True, color=INK, size=18, opacity=1).encode(x, y="value:Q")
+    limit = alt.Chart(pd.DataFrame({"one": [1]})).transform_calculate(limit="1 + margin / 100")
+    line = limit.mark_rule(strokeDash=[6, 3]).encode(y="limit:Q")
+    each = alt.layer(bands, dots, line, data=data).properties(width=WIDTH // 2 - 40, height=200)
+    arms = list(dict.fromkeys(data.arm))
+    panels = [each.transform_filter(f"datum.arm == '{arm}'").properties(title=arm) for arm in arms]
+    chart = alt.hconcat(*panels).add_params(margin).properties(title=title)
+    show(chart, f"Intervals by the number of seeds, with a slider: {title}. The slider moves the margin.")

@@ -19,7 +19,7 @@ from packaging.utils import canonicalize_name
 from PIL import Image
 
 from helpers import measure, records
-from tools import hero, invented
+from tools import hero, invented, links
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -114,6 +114,21 @@ def test_readme_s_links_lead_somewhere():
     for document in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]:
         for target in re.findall(r"\]\((?!https?:|\.\./\.\./actions)([^)#]+)\)", document.read_text(encoding="utf-8")):
             assert (document.parent / target).exists(), f"{document.name}: {target}"
+
+
+def test_links_to_hosted_platforms_are_written_for_an_address_and_replaced():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "colab.research" not in readme, "no address is invented"
+    ours = links.linked(readme, "https://github.com/example/half-the-bits.git")
+    opened = re.findall(r"https://colab\.research\.google\.com/github/example/half-the-bits/blob/main/([^)]+)\)", ours)
+    assert opened == [f"notebooks/{path.name}" for path in sorted((ROOT / "notebooks").glob("*.ipynb"))]
+    assert (
+        ours.count("https://kaggle.com/kernels/welcome?src=https://github.com/example/half-the-bits/blob/main/") == 13
+    )
+    assert "`!git clone https://github.com/example/half-the-bits`" in ours
+    assert links.linked(ours, "https://github.com/else/suite") == links.linked(readme, "https://github.com/else/suite")
+    with pytest.raises(ValueError, match="is not of the form"):
+        links.linked(readme, "git@github.com:example/half-the-bits")
 
 
 def test_readme_is_short():

@@ -11,18 +11,11 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from playwright.sync_api import expect, sync_playwright
+from playwright.sync_api import expect
+
+from tests.browser import BROWSER, move_every_slider
 
 ROOT = Path(__file__).resolve().parent.parent
-BROWSER = next(filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome", "chrome"])), None)
-FLAGS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
-
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome on the PATH to drive JupyterLab with")
 
 
@@ -53,18 +46,6 @@ def lab(tmp_path_factory):
     yield f"http://127.0.0.1:{facts['port']}", facts["token"], copy
     server.terminate()
     server.wait(30)
-
-
-@pytest.fixture
-def page(tmp_path):
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=BROWSER, args=FLAGS)
-        page = browser.new_page(viewport={"width": 1300, "height": 1000})
-        page.errors = []
-        page.on("pageerror", lambda error: page.errors.append(str(error)))
-        page.on("console", lambda message: page.errors.append(message.text) if message.type == "error" else None)
-        yield page
-        browser.close()
 
 
 def run_all(page, path, limit):
@@ -192,6 +173,17 @@ def test_tables_of_the_clinic_lead_to_their_cases(lab, page):
     page.wait_for_function(IS_NEAR, arg='[data-jupyter-id="Checkpointing-by-hand"]', timeout=30_000)
     page.wait_for_function("document.querySelectorAll('.jp-InputPlaceholder').length > 10", timeout=30_000)  # fixes
     assert not page.errors
+
+
+def test_sliders_of_a_stored_notebook_move_without_a_kernel(lab, page):
+    address, token, copy = lab
+    shutil.copy(ROOT / "notebooks" / "03_loss_scaling.ipynb", copy / "notebooks" / "stored.ipynb")
+    page.set_viewport_size({"width": 1300, "height": 9000})  # all cells are drawn
+    page.goto(f"{address}/lab/tree/notebooks/stored.ipynb?reset&token={token}")
+    expect(page.get_by_text("lost 100.0%, overflowed 0.0%")).to_be_visible(timeout=60_000)
+    assert move_every_slider(page) == 3
+    expect(page.get_by_text(re.compile(r"^lost 0.0%, overflowed"))).to_be_visible()
+    expect(page.get_by_text(re.compile(r"^step 59: the loss is multiplied by"))).to_be_visible()
 
 
 REST = ["02", "03", "05", "06", "07", "08", "09", "10", "11", "12"]
