@@ -65,7 +65,7 @@ def test_nbconvert_makes_a_deck_without_the_set_up_cell(tmp_path):
     kinds = [cell.metadata.slideshow.slide_type for cell in read(path).cells]
     assert len(page.select(".slides > section")) == kinds.count("slide")
     assert len(page.select(".slides > section > section")) == kinds.count("slide") + kinds.count("subslide")
-    assert "Which gradients does fp16 lose?" in page.get_text()
+    assert "Where did the gradients go?" in page.get_text()
     assert "Put helpers/ and data/ beside this notebook" not in page.get_text()
     assert re.search(r"width: 1440,\s*height: 810,", str(page))
 
