@@ -144,8 +144,8 @@ def steps(run, title, interval):
     x = alt.X("step:Q", scale=alt.Scale(domain=[0, len(data)], nice=False))
     y = alt.Y("log2:Q", title="log2 of the scale", scale=alt.Scale(zero=False))
     color = alt.Color("fate:N", scale=alt.Scale(range=[COLORS["exact"], COLORS["overflows"]]), legend=None)
-    line = past.mark_line(interpolate="step-after", color=NEUTRAL).encode(x, y)
-    ahead = base.mark_line(interpolate="step-after", color=NEUTRAL, opacity=0.25).encode(x, y)
+    line = past.mark_line(interpolate="step-after", color=INK, strokeWidth=2).encode(x, y)
+    ahead = base.mark_line(interpolate="step-after", color=NEUTRAL, opacity=0.4).encode(x, y)
     shape = alt.Shape("fate:N", scale=alt.Scale(range=["circle", "triangle-down"]), legend=None)
     dots = past.mark_point(filled=True, size=60, opacity=1).encode(x, y, color=color, shape=shape)
     now = alt.Chart(data[["step", "says", "head"]]).transform_filter("datum.step == step")
@@ -238,22 +238,24 @@ def verdicts(intervals, title, margins, start):
     `intervals`: a DataFrame with columns `arm`, `seeds`, `value`, `low` and `high`. `margins`: the slider's values, in
     percent more errors.
     """
-    data = intervals.round(4)
     margin = slider("margin", "margin: so many percent more errors ", margins, start)
-    base = alt.Chart(data).transform_calculate(
-        verdict="datum.high < 1 + margin / 100 ? 'not worse' : datum.low > 1 + margin / 100 ? 'worse' : 'undecided'"
-    )
-    x = alt.X("seeds:Q", title="seeds in each arm", scale=alt.Scale(nice=False))
-    look = alt.Scale(domain=["not worse", "undecided", "worse"], range=[COLORS["exact"], NEUTRAL, COLORS["becomes 0"]])
-    color = alt.Color("verdict:N", scale=look)
-    bands = base.mark_rule(strokeWidth=4).encode(
-        x, y=alt.Y("low:Q", title="errors, FP32 = 1", scale=alt.Scale(zero=False)), y2="high:Q", color=color
-    )
-    dots = base.mark_point(filled=True, color=INK, size=18, opacity=1).encode(x, y="value:Q")
+    names = ["not worse", "undecided", "worse"]
+    colors = alt.Scale(domain=names, range=[COLORS["exact"], NEUTRAL, COLORS["becomes 0"]])
     limit = alt.Chart(pd.DataFrame({"one": [1]})).transform_calculate(limit="1 + margin / 100")
     line = limit.mark_rule(strokeDash=[6, 3]).encode(y="limit:Q")
-    each = alt.layer(bands, dots, line, data=data).properties(width=WIDTH // 2 - 40, height=200)
-    arms = list(dict.fromkeys(data.arm))
-    panels = [each.transform_filter(f"datum.arm == '{arm}'").properties(title=arm) for arm in arms]
-    chart = alt.hconcat(*panels).add_params(margin).properties(title=title)
+    words = limit.transform_calculate(says="'margin ' + margin + '%'").mark_text(
+        x=WIDTH // 2 - 120, dy=-18, fontSize=12
+    )
+    panels = []
+    for arm, rows in intervals.round(4).groupby("arm", sort=False):
+        base = alt.Chart(rows).transform_calculate(
+            verdict="datum.high < 1 + margin / 100 ? 'not worse' : datum.low > 1 + margin / 100 ? 'worse' : 'undecided'"
+        )
+        x = alt.X("seeds:Q", title="seeds in each arm", scale=alt.Scale(nice=False))
+        y = alt.Y("low:Q", title="errors, FP32 = 1", scale=alt.Scale(zero=False))
+        bands = base.mark_rule(strokeWidth=4).encode(x, y, y2="high:Q", color=alt.Color("verdict:N", scale=colors))
+        dots = base.mark_point(filled=True, color=INK, size=18, opacity=1).encode(x, y="value:Q")
+        panel = alt.layer(bands, dots, line, words.encode(y="limit:Q", text="says:N"))
+        panels.append(panel.properties(title=arm, width=WIDTH // 2 - 40, height=200))
+    chart = alt.hconcat(*panels).resolve_scale(y="shared").add_params(margin).properties(title=title)
     show(chart, f"Intervals by the number of seeds, with a slider: {title}. The slider moves the margin.")

@@ -79,7 +79,7 @@ def _colors(names):
 
 def _axes(title, width=7.0, height=3.0):
     _, axes = plt.subplots(figsize=(width, height), layout="constrained")
-    axes.figure.suptitle(textwrap.fill(title, round(10.5 * width)), x=0.01, ha="left")  # from the figure's left edge
+    axes.figure.suptitle(textwrap.fill(title, round(9.5 * width)), x=0.01, ha="left")  # from the figure's left edge
     return axes
 
 
@@ -145,7 +145,8 @@ def bars(values, title, unit, low=None, high=None, reference=None):
     >>> bars(pd.Series({"FP32": 1.0, "bf16": 1.6}), "bf16 is 1.6 times as fast", "FP32 = 1")  # doctest: +SKIP
     """
     axes = _axes(title, height=0.9 + 0.42 * len(values))
-    colors, hatches = [color_of(name) for name in values.index], [""] * len(values)
+    colors = [color.replace(NEUTRAL, "#9a9a9a") for color in map(color_of, values.index)]
+    hatches = [""] * len(values)
     words = {name: f"{value:,.3g}" for name, value in values.items()}
     if low is not None:
         words = {name: f"{words[name]}, from {low[name]:,.3g} to {high[name]:,.3g}" for name in words}
@@ -155,7 +156,7 @@ def bars(values, title, unit, low=None, high=None, reference=None):
         hatches = ["//" if grey else "" for grey in undecided]
         unit += f"; grey: the interval contains {reference:g}" if undecided.any() else ""
     error = None if low is None else [(values - low).clip(lower=0), (high - values).clip(lower=0)]
-    look = {"color": colors, "hatch": hatches, "ecolor": NEUTRAL, "edgecolor": "white", "linewidth": 0}
+    look = {"color": colors, "hatch": hatches, "ecolor": "#4a4a4a", "edgecolor": "white", "linewidth": 0}
     axes.barh(values.index, values, xerr=error, capsize=4, height=0.65, **look)
     ends = values if high is None else high
     for row, (value, end) in enumerate(zip(values, ends)):
@@ -214,6 +215,8 @@ def curves(table, x, y, by, title, log2=(), log10=(), step=False, from_zero=True
     sns.lineplot(table, x=x, y=y, errorbar=extremes, drawstyle=drawstyle, legend=False, ax=axes, **look)
     _mark_powers(axes)
     means = table.groupby([by, x], sort=False)[y].mean().groupby(by, sort=False)
+    if shade:
+        axes.margins(y=0.15)  # room for the words
     if from_zero and y not in (*log2, *log10):
         axes.set_ylim(bottom=0)
     axes.set(xlabel=x, ylabel=y)

@@ -2,6 +2,8 @@
 
 import shutil
 
+from playwright.sync_api import expect
+
 BROWSER = next(filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome", "chrome"])), None)
 FLAGS = [
     "--no-sandbox",
@@ -17,11 +19,11 @@ MOVE = """input => {
 }"""
 
 
-def move_every_slider(page):
-    """Move each slider of the page to its other end, and wait until what its chart writes has changed."""
+def move_every_slider(page, count):
+    """Move each of the page's sliders to its other end; what its chart draws and writes must change."""
     sliders = page.locator(".vega-bind input[type=range]")
-    sliders.first.wait_for(timeout=60_000)
-    for number in range(sliders.count()):
+    expect(sliders).to_have_count(count, timeout=60_000)
+    for number in range(count):
         slider = sliders.nth(number)
         written = slider.locator("xpath=ancestor::*[contains(@class, 'vega-embed')]").locator("svg.marks")
         before = written.inner_html()
@@ -32,4 +34,3 @@ def move_every_slider(page):
             page.wait_for_timeout(100)
         assert written.inner_html() != before, f"slider {number} moves nothing"
     assert not page.errors
-    return sliders.count()

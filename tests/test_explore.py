@@ -30,7 +30,17 @@ RUN = pd.DataFrame(
     {"step": range(4), "scale": [4.0, 2.0, 2.0, 4.0], "tracker": [0, 0, 1, 0], "next scale": [2.0, 2.0, 4.0, 4.0]}
 )
 RUNS = {(weight, k): ([0.2, 0.1 * weight + k], torch.rand(10, 8, 8)) for weight in (1, 0.01) for k in (0, 8)}
+PARTS = pd.DataFrame(
+    [("resnet50", "FP32", 0.1, 0.05, 0.08), ("resnet50", "fp16", 0.1, 0.1, 0.04)],
+    columns=["model", "precision", "weights", "rest", "image"],
+).set_index(["model", "precision"])
+INTERVALS = pd.DataFrame(
+    [("bf16", 2, 1.0, 0.7, 1.3), ("bf16", 4, 1.0, 0.9, 1.1), ("fp16", 2, 1.4, 1.3, 1.5)],
+    columns=["arm", "seeds", "value", "low", "high"],
+)
 CHARTS = {
+    "calculator": (explore.calculator, (PARTS, {"T4, 16 GiB": 13, "A100, 80 GiB": 77}, "Will it fit?")),
+    "verdicts": (explore.verdicts, (INTERVALS, "Verdicts", range(5, 55, 5), 20)),
     "fates": (explore.fates, (torch.tensor([2.0**-30, 2.0**-20, 1.0, 0.0]), range(0, 41), "Gradients")),
     "steps": (explore.steps, (RUN, "Edge", 2)),
     "drawn_runs": (explore.drawn_runs, (RUNS, "Digits", (0.01, 0))),
@@ -63,6 +73,13 @@ def test_steps_say_what_gradscaler_did(chart):
     said = [row["says"] for rows in data[explore.VEGA_LITE]["datasets"].values() for row in rows if "fate" in row]
     assert said[0] == "a gradient is not finite: the step is skipped, the scale halves"
     assert said[2] == "all gradients are finite: the step is taken, clean step 2 of 2, so the scale doubles"
+
+
+def test_each_panel_of_the_verdicts_has_its_own_arm(chart):
+    data, _, _ = chart(*([CHARTS["verdicts"][0], *CHARTS["verdicts"][1]]))
+    spec = data[explore.VEGA_LITE]
+    arms = [{row["arm"] for row in rows} for rows in spec["datasets"].values() if "arm" in rows[0]]
+    assert arms == [{"bf16"}, {"fp16"}] and [panel["title"] for panel in spec["hconcat"]] == ["bf16", "fp16"]
 
 
 def test_runs_that_end_in_nan_say_so_and_are_drawn_blank(chart):

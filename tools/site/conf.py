@@ -83,7 +83,7 @@ def adapt(app, name, source):
 def chart(output):
     """HTML from which vega.js draws a stored chart."""
     spec = json.dumps(output["data"][VEGA_LITE]).replace("</", "<\\/")
-    options = escape(json.dumps(output["metadata"][VEGA_LITE]["embed_options"]))
+    options = escape(json.dumps(output["metadata"].get(VEGA_LITE, {}).get("embed_options", {})))
     return CHART.format(kind=VEGA_LITE, options=options, spec=spec)
 
 
