@@ -1,8 +1,9 @@
 """Test runs happen in the reference environment, in which the notebooks' outputs were stored.
 
-`uv run pytest` compares every output on the CPU; `--all` adds the slow tests. `uv run pytest --gpu` runs the same
-notebooks on this machine's own device, and only asks that no cell fails. `uv run pytest tests/test_hosted.py --hosted
-3.13` runs them under Python 3.13 in environments that have only torch and a kernel.
+`uv run pytest` runs every cell on the CPU, and compares what does not depend on time or machine; `--all` adds the slow
+tests. `uv run pytest --gpu` runs the same notebooks on this machine's own device, and only asks that no cell fails.
+`uv run pytest tests/test_hosted.py --hosted 3.13` runs them under Python 3.13 in environments that have only torch and a
+kernel.
 """
 
 import os

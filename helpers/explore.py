@@ -98,12 +98,12 @@ def fates(values, scales, title, start=0):
     counts = pd.Series(powers).value_counts().sort_index()
     data = pd.DataFrame({"power": counts.index, "count": counts.to_numpy(), "share": counts.to_numpy() / len(powers)})
     k = slider("k", "scale: 2 to the power of ", scales, start)
-    names = ["becomes 0", "subnormal", "exact", "overflows"]
+    names = ["becomes 0", "subnormal", "normal", "overflows"]
     moved = (
         alt.Chart(data)
         .transform_calculate(at="datum.power + k")
         .transform_calculate(
-            fate="datum.at < -25 ? 'becomes 0' : datum.at < -14 ? 'subnormal' : datum.at < 16 ? 'exact' : 'overflows'"
+            fate="datum.at < -25 ? 'becomes 0' : datum.at < -14 ? 'subnormal' : datum.at < 16 ? 'normal' : 'overflows'"
         )
     )
     domain = [int(powers.min()), int(powers.max()) + max(scales) + 2]
@@ -131,7 +131,7 @@ def steps(run, title, interval):
     data = run.assign(
         log2=np.log2(run["scale"]), bad=run["next scale"] < run["scale"], up=run["next scale"] > run["scale"]
     )
-    data["fate"] = np.where(data.bad, "overflows", "exact")
+    data["fate"] = np.where(data.bad, "overflows", "normal")
     clean = "all gradients are finite: the step is taken, clean step " + (data.tracker + 1).astype(str)
     clean += f" of {interval}" + np.where(data.up, ", so the scale doubles", "")
     data["says"] = np.where(data.bad, "a gradient is not finite: the step is skipped, the scale halves", clean)
@@ -143,7 +143,7 @@ def steps(run, title, interval):
     past = base.transform_filter("datum.step <= step")
     x = alt.X("step:Q", scale=alt.Scale(domain=[0, len(data)], nice=False))
     y = alt.Y("log2:Q", title="log2 of the scale", scale=alt.Scale(zero=False))
-    color = alt.Color("fate:N", scale=alt.Scale(range=[COLORS["exact"], COLORS["overflows"]]), legend=None)
+    color = alt.Color("fate:N", scale=alt.Scale(range=[COLORS["normal"], COLORS["overflows"]]), legend=None)
     line = past.mark_line(interpolate="step-after", color=INK, strokeWidth=2).encode(x, y)
     ahead = base.mark_line(interpolate="step-after", color=NEUTRAL, opacity=0.4).encode(x, y)
     shape = alt.Shape("fate:N", scale=alt.Scale(range=["circle", "triangle-down"]), legend=None)
@@ -207,7 +207,7 @@ def calculator(parts, cards, title):
         "model": alt.param("model", value=models[0], bind=alt.binding_select(options=models, name="model ")),
         "precision": choice("precision", "precision ", precisions, precisions[0]),
         "states": choice("states", "optimizer ", [0, 1, 2], 1, ["SGD", "momentum", "Adam"]),
-        "batch": slider("batch", "batch ", [1, *range(2, 513)], 32),
+        "batch": slider("batch", "batch ", range(4, 513), 32),
         "card": alt.param("card", value=next(iter(cards)), bind=alt.binding_select(options=list(cards), name="card ")),
     }
     found = alt.LookupData(table, "key", ["weights", "rest", "image"])
@@ -240,7 +240,7 @@ def verdicts(intervals, title, margins, start):
     """
     margin = slider("margin", "margin: so many percent more errors ", margins, start)
     names = ["not worse", "undecided", "worse"]
-    colors = alt.Scale(domain=names, range=[COLORS["exact"], NEUTRAL, COLORS["becomes 0"]])
+    colors = alt.Scale(domain=names, range=[COLORS["normal"], NEUTRAL, COLORS["becomes 0"]])
     limit = alt.Chart(pd.DataFrame({"one": [1]})).transform_calculate(limit="1 + margin / 100")
     line = limit.mark_rule(strokeDash=[6, 3]).encode(y="limit:Q")
     words = limit.transform_calculate(says="'margin ' + margin + '%'").mark_text(

@@ -33,7 +33,7 @@ COLORS = {
     # fates of a number
     "becomes 0": "#d8402f",
     "subnormal": "#c99a10",
-    "exact": "#3a9d4b",
+    "normal": "#3a9d4b",
     "overflows": "#8e63c7",
 }
 # What arms, dtypes and columns are called; of two names in one, the first in this list counts.

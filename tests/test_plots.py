@@ -145,11 +145,11 @@ def test_marks_of_a_histogram_have_room_above_the_bars(figure):
 
 
 def test_bars_of_a_histogram_have_the_colour_of_their_fate(figure):
-    shade = {"becomes 0": (0, 1), "exact": (1, 2)}
+    shade = {"becomes 0": (0, 1), "normal": (1, 2)}
     drawn = figure(plots.histogram, [0.1, 0.2, 1.5], "Halves", "value", [0, 1, 2], shade=shade)
     bars = drawn.axes[0].patches[:2]
-    assert [to_hex(bar.get_facecolor()) for bar in bars] == [COLORS["becomes 0"], COLORS["exact"]]
-    assert {"becomes 0", "exact"} <= set(texts(drawn))
+    assert [to_hex(bar.get_facecolor()) for bar in bars] == [COLORS["becomes 0"], COLORS["normal"]]
+    assert {"becomes 0", "normal"} <= set(texts(drawn))
 
 
 def test_ranges_are_a_row_a_format(figure):
