@@ -2,8 +2,8 @@
 
 `uv run pytest` runs every cell on the CPU, and compares what does not depend on time or machine; `--all` adds the slow
 tests. `uv run pytest --gpu` runs the same notebooks on this machine's own device, and only asks that no cell fails.
-`uv run pytest tests/test_hosted.py --hosted 3.13` runs them under Python 3.13 in environments that have only torch and a
-kernel.
+`uv run pytest tests/test_hosted.py --hosted 3.13` runs them under Python 3.13 in environments that have only torch and
+a kernel.
 """
 
 import os
