@@ -40,12 +40,12 @@ def pick_device():
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     if device.type == "cpu" and not torch.backends.cuda.is_built() and (name := _nvidia_gpu()):
         print(
-            f"This PyTorch ({torch.__version__}) was built without CUDA, so the CPU is used, not {name}. See README.md."
+            f"This PyTorch ({torch.__version__}) was built without CUDA, so the CPU is used, not {name}. See docs/hardware.md."
         )
     if device.type != "cuda" or torch.version.hip or _has_code(torch.cuda.get_device_capability()):
         return device
     name = torch.cuda.get_device_name()
-    print(f"This PyTorch has no code for {name}, so the CPU is used. README.md names one that has.")
+    print(f"This PyTorch has no code for {name}, so the CPU is used. docs/hardware.md names one that has.")
     return torch.device("cpu")
 
 

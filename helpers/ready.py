@@ -30,7 +30,7 @@ NEEDS = """accelerate>=1.10 altair>=5.5 ipywidgets>=8.1 jsonschema>=4.23 lightni
 MODULES = {"nvidia-ml-py": "pynvml", "opencv-python-headless": "cv2", "pillow": "PIL", "scikit-learn": "sklearn"}
 CAUSES = {  # by what pip or uv say
     "NameResolution|NewConnection|ConnectTimeout|Max retries|ProxyError|Failed to fetch|error sending request": (
-        "the package index cannot be reached. Give this notebook internet access, or wheels, as the README shows"
+        "the package index cannot be reached. Give this notebook internet access, or wheels, as docs/running.md shows"
     ),
     "ResolutionImpossible|No solution found|No matching distribution": (
         "no version of them goes with what is installed, which stays as it is. Use a fresh environment"
