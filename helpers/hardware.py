@@ -39,9 +39,8 @@ def pick_device():
         return torch.device(chosen)
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     if device.type == "cpu" and not torch.backends.cuda.is_built() and (name := _nvidia_gpu()):
-        print(
-            f"This PyTorch ({torch.__version__}) was built without CUDA, so the CPU is used, not {name}. See docs/hardware.md."
-        )
+        built = f"This PyTorch ({torch.__version__}) was built without CUDA"
+        print(f"{built}, so the CPU is used, not {name}. See docs/hardware.md.")
     if device.type != "cuda" or torch.version.hip or _has_code(torch.cuda.get_device_capability()):
         return device
     name = torch.cuda.get_device_name()
