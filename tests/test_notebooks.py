@@ -131,6 +131,19 @@ def test_links_lead_somewhere(path, notebook):
     assert not re.search(r"!\[\]\(", prose(notebook)), "an image needs alt text"
 
 
+def test_notebooks_00_and_03_tell_of_the_same_runs():
+    """Each writes its loop out, 03 with more to turn: what they print and call their picture must agree."""
+    told = []
+    for name in ("00_start_here", "03_loss_scaling"):
+        cells = code_cells(nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4))
+        (cell,) = [cell for cell in cells if "% of the first loss is left" in "".join(text_outputs(cell))]
+        pictures = [
+            output.metadata["image/png"].alt for output in cell.outputs if "image/png" in output.get("data", {})
+        ]
+        told.append((list(text_outputs(cell)), pictures))
+    assert told[0] == told[1] and len(told[0][1]) == 1
+
+
 def test_every_case_of_the_clinic_can_be_found_and_has_a_folded_fix():
     notebook = nbformat.read(NOTEBOOKS / "12_troubleshooting_clinic.ipynb", as_version=4)
     cases = re.findall(
