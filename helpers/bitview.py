@@ -11,8 +11,9 @@ from IPython.display import display
 from helpers.formats import FORMATS
 
 # Each coloured box brings its own black text, so that it reads the same on a light page and on a dark one.
-_COLORS = {"sign": "#f2b5a7", "exponent": "#a9d8b8", "fraction": "#b3cdf2"}
-_BOX = "padding:1px 4px;margin-right:3px;border-radius:3px;color:black;background:"
+_COLORS = {"sign": "#f2a08c", "exponent": "#7ccb95", "fraction": "#8ab4f0"}
+_PALE = {"sign": "#fcebe6", "exponent": "#e3f4e8", "fraction": "#e6effc"}  # of a bit that is 0
+_BOX = "padding:1px 4px;border-radius:3px;color:black;background:"
 
 
 class BitView:
@@ -78,45 +79,54 @@ class BitView:
         return "   ".join([f"{self.format.name:<10} {' | '.join(self.fields.values())}", *self._facts()])
 
     def _repr_html_(self):
-        boxes = "".join(
+        boxes = [
             f'<span title="{name}" style="{_BOX}{_COLORS[name]}">{bits}</span>' for name, bits in self.fields.items()
-        )
-        facts = "".join(f'<span style="margin-left:1.2em">{fact}</span>' for fact in self._facts())
-        name = f'<span style="display:inline-block;width:6.5em">{self.format.name}</span>'
-        return f'<div style="font-family:monospace;margin:3px 0;white-space:nowrap">{name}{boxes}{facts}</div>'
+        ]
+        code = f'<code style="background:none;color:inherit">{" | ".join(boxes)}</code>'  # legible without the colours
+        facts = "".join(f' <span style="margin-left:1.2em">{fact}</span>' for fact in self._facts())
+        name = f'<span style="display:inline-block;width:6.5em">{self.format.name}</span> '
+        return f'<div style="font-family:monospace;margin:3px 0;white-space:nowrap">{name}{code}{facts}</div>'
 
 
-def _axis(y, ticks, pointer):
-    """SVG of a horizontal line with ticks {label: x}, and a triangle at x = `pointer` if that is on the line."""
+def _axis(y, caption, ticks, pointer):
+    """SVG of a horizontal line with ticks {label: x}, and a triangle at x = `pointer`, or beyond the line's end."""
     marks = [
         f'<path d="M{x:.1f} {y} v7" stroke="currentColor"/><text x="{x:.1f}" y="{y + 20}">{label}</text>'
         for label, x in ticks.items()
     ]
-    if 40 <= pointer <= 600:
+    if pointer < 40:
+        marks.append(f'<path d="M24 {y} l12 -6 v12 z"/>')
+    elif pointer > 600:
+        marks.append(f'<path d="M616 {y} l-12 -6 v12 z"/>')
+    elif not math.isnan(pointer):
         marks.append(f'<path d="M{pointer:.1f} {y - 1} l-5 -10 h10 z"/>')
-    return f'<path d="M40 {y} h560" stroke="currentColor"/>' + "".join(marks)
+    title = f'<text x="4" y="{y - 18}" text-anchor="start" opacity="0.8">{caption}</text>'
+    return title + f'<path d="M40 {y} h560" stroke="currentColor"/>' + "".join(marks)
 
 
 def _number_line(view):
     """SVG of the number between its two neighbours, and of its size on a logarithmic line of the whole format."""
-    form, drawing = view.format, ""
+    form, drawing, size = view.format, "", abs(view.given)
     around = [float(form.decode(code)) for code in view.neighbours() if code is not None]
     if math.isfinite(view.value):
         around = [view.value, *filter(math.isfinite, around)]
         scale = 240 / max(abs(value - view.value) for value in around)
-        on_line = lambda value: 320 + scale * (value - view.value)
-        drawing = _axis(20, {repr(value): on_line(value) for value in around}, on_line(view.given))
+        ticks = {repr(value): 320 + scale * (value - view.value) for value in around}
+        drawing = _axis(34, "the number and its neighbours", ticks, 320 + scale * (view.given - view.value))
     log2s = math.log2(form.smallest_subnormal), math.log2(form.max)
-    by_size = lambda value: float(np.interp(math.log2(value), log2s, (60, 580)))
+
+    def by_size(value):
+        return 60 + 520 * (math.log2(value) - log2s[0]) / (log2s[1] - log2s[0])
+
     landmarks = {form.smallest_subnormal, 1.0, form.max}
     if by_size(form.smallest_normal) > 120:  # else its label would cover the one on the left
         landmarks.add(form.smallest_normal)
-    size = abs(view.given)
-    pointer = by_size(size) if 0 < size < math.inf else math.nan
-    drawing += _axis(76, {f"{value:.5g}": by_size(value) for value in sorted(landmarks)}, pointer)
+    pointer = by_size(size) if 0 < size < math.inf else {0: 0, math.inf: 640}.get(size, math.nan)
+    ticks = {f"{value:.5g}": by_size(value) for value in sorted(landmarks)}
+    drawing += _axis(104, f"its size in the range of {form.name}", ticks, pointer)
     label = f"{view.value!r} between its neighbours, and in the range of {form.name}"
     style = 'width="640" style="display:block" font-size="11" text-anchor="middle" fill="currentColor"'
-    return f'<svg viewBox="0 0 640 100" {style} role="img" aria-label="{label}">{drawing}</svg>'
+    return f'<svg viewBox="0 0 640 130" {style} role="img" aria-label="{label}">{drawing}</svg>'
 
 
 def _parse(text):
@@ -144,9 +154,13 @@ class _Explorer:
             widgets.Button(description=text, layout={"width": "auto"}) for text in ("next below", "next above")
         ]
         self.bits = [widgets.Button(layout={"width": "2em", "padding": "0", "margin": "1px"}) for _ in range(32)]
-        self.styles = {f: widgets.ButtonStyle(button_color=color, text_color="black") for f, color in _COLORS.items()}
+        self.styles = {  # by field and bit
+            (field, bit): widgets.ButtonStyle(button_color=colors[field], text_color="black", font_weight=weight)
+            for bit, colors, weight in [("0", _PALE, "normal"), ("1", _COLORS, "bold")]
+            for field in colors
+        }
         self.captions = {field: widgets.HTML() for field in _COLORS}
-        self.rows = {field: widgets.HBox() for field in _COLORS}
+        self.rows = {field: widgets.HBox(layout={"flex_flow": "row wrap"}) for field in _COLORS}
         self.problem, self.result = widgets.HTML(), widgets.HTML()
         self.show(BitView(number, format))
         self.format.value = format
@@ -188,7 +202,7 @@ class _Explorer:
             self.rows[field].children = self.bits[place - len(text) : place][::-1]
             for button, bit in zip(self.rows[field].children, text):
                 place -= 1
-                button.description, button.style = bit, self.styles[field]
+                button.description, button.style = bit, self.styles[field, bit]
                 button.tooltip = f"bit {place}, {field}"
             self.captions[field].value = f"{field} {number}"
         for button, code in zip(self.steps, view.neighbours()):
@@ -217,7 +231,14 @@ def explore_bits(format="fp16", number=0.1):
     fixed = [BitView(value, format) for value in (number, 1.0, form.max, form.smallest_normal, form.smallest_subnormal)]
     page = "".join(view._repr_html_() for view in fixed)
     text = "\n".join(map(repr, fixed))
-    display({"text/html": f'<div class="bitview-fixed">{page}</div>', "text/plain": text}, raw=True)
-    hide = widgets.HTML("<style>.bitview-fixed {display: none}</style>")
-    explorer.box.children += (hide,)
+    display(
+        {
+            "text/html": f'<div class="bitview-fixed" data-format="{format}" data-value="{number}">{page}</div>',
+            "text/plain": text,
+        },
+        raw=True,
+    )
+    style = ".bitview-fixed {display: none} .bitview button:focus-visible {outline: 3px solid #0173b2}"
+    explorer.box.add_class("bitview")
+    explorer.box.children += (widgets.HTML(f"<style>{style}</style>"),)
     display(explorer.box._repr_mimebundle_() | {"text/plain": ""}, raw=True)

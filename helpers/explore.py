@@ -15,6 +15,7 @@ import pandas as pd
 from IPython.display import display
 from PIL import Image
 
+from helpers.formats import FORMATS
 from helpers.plots import COLORS, NEUTRAL, color_of
 
 WIDTH = 640
@@ -259,3 +260,124 @@ def verdicts(intervals, title, margins, start):
         panels.append(panel.properties(title=arm, width=WIDTH // 2 - 40, height=200))
     chart = alt.hconcat(*panels).resolve_scale(y="shared").add_params(margin).properties(title=title)
     show(chart, f"Intervals by the number of seeds, with a slider: {title}. The slider moves the margin.")
+
+
+def step_graph(dtypes, title, start):
+    """The tensors of a training step as a chain in rows of three, each in the colour of its dtype; an input chooses how
+    the step is taken.
+
+    `dtypes`: a DataFrame of formats' names ("fp32"), one row a tensor in the order of the step, one column a way to
+    take it. `start` is the way to begin with.
+    """
+    place = np.arange(len(dtypes))
+    y = place // 3
+    x = np.where(y % 2, 2 - place % 3, place % 3)  # every second row runs backwards
+    nodes = dtypes.rename_axis("tensor").reset_index().assign(x=x, y=y, name=dtypes.index.str.wrap(16).str.split("\n"))
+    nodes = nodes.melt(["tensor", "name", "x", "y"], var_name="way", value_name="dtype")
+    turns = np.select([y[1:] > y[:-1], x[1:] > x[:-1]], ["triangle-down", "triangle-right"], "triangle-left")
+    arrows = pd.DataFrame({"x": (x[1:] + x[:-1]) / 2, "y": (y[1:] + y[:-1]) / 2, "shape": turns})
+    way = choice("way", "the step ", list(dtypes), start)
+    used = sorted(set(nodes.dtype))
+    at_x = alt.X("left:Q", axis=None, scale=alt.Scale(domain=[-0.5, 2.5]))
+    at_y = alt.Y("top:Q", axis=None, scale=alt.Scale(domain=[-0.5, int(y.max()) + 0.5], reverse=True))
+    here = {"x": at_x, "y": at_y}
+    heads = alt.Chart(arrows).transform_calculate(left="datum.x", top="datum.y")
+    heads = heads.mark_point(filled=True, size=160, color=NEUTRAL, opacity=1).encode(
+        shape=alt.Shape("shape:N", scale=None), **here
+    )
+    base = alt.Chart(nodes).transform_filter("datum.way == way")
+    corners = {"left": "datum.x - 0.42", "right": "datum.x + 0.42", "top": "datum.y - 0.38", "bottom": "datum.y + 0.38"}
+    colors = alt.Scale(domain=used, range=[color_of(name) for name in used])
+    boxes = base.transform_calculate(**corners).mark_rect(cornerRadius=6)
+    boxes = boxes.encode(x2="right", y2="bottom", color=alt.Color("dtype:N", scale=colors, legend=None), **here)
+    middle = base.transform_calculate(left="datum.x", top="datum.y")
+    words = {"align": "center", "color": "white", "fontSize": 17}
+    names = middle.mark_text(dy=-30, **words).encode(text="name:N", **here)
+    types = middle.mark_text(dy=12, fontWeight="bold", **words).encode(text="dtype:N", **here)
+    chart = alt.layer(heads, boxes, names, types).add_params(way)
+    show(
+        chart.properties(width=WIDTH, height=100 * (int(y.max()) + 1), title=title),
+        f"The tensors of a training step, coloured by dtype: {title}. An input chooses how the step is taken.",
+    )
+
+
+def walk(paths, unit, title, start):
+    """A number that is lowered again and again by one update, exactly and in a format; inputs choose the format, the
+    update and how many steps are taken.
+
+    `paths` maps `(format, update)` to the numbers stored after 0, 1, 2 ... steps; an update is an integer, so many
+    times `unit`. `start` is the update to begin with.
+    """
+    formats, updates = (list(dict.fromkeys(pair[place] for pair in paths)) for place in (0, 1))
+    first = paths[formats[0], updates[0]]
+    low = first[0] - 2 * len(first) * unit * updates[-1]
+    rows = [{"key": f"{name} {update}", "path": path} for (name, update), path in paths.items()]
+    spacings = {name: FORMATS[name].spacing(low) for name in formats}
+    ticks = [(name, np.arange(np.ceil(low / each), first[0] / each + 2) * each) for name, each in spacings.items()]
+    ticks = pd.DataFrame(ticks, columns=["format", "number"]).explode("number").astype({"number": float})
+    chosen = choice("format", "format ", formats, formats[0])
+    update = slider("update", f"update, in 1/{1 / unit:,.0f} ", updates, start)
+    steps = slider("steps", "steps ", range(len(first)), len(first) - 1)
+    lane = alt.Y("lane:N", title=None, sort=["exact", "stored"])
+    # The line is as long as the steps ask for: small updates are seen from near.
+    ends = {"domainMin": alt.expr(f"{first[0]} - {2 * len(first)} * update * {unit}")}
+    ends["domainMax"] = alt.expr(f"{first[0]} + 2 * update * {unit}")
+    scale = alt.Scale(nice=False, zero=False, **ends)
+    x = alt.X("number:Q", title="weight", scale=scale, axis=alt.Axis(grid=False, tickCount=6, format=".4f"))
+    color = alt.Color(
+        "format:N", scale=alt.Scale(domain=formats, range=[color_of(name) for name in formats]), legend=None
+    )
+    has = alt.Chart(ticks).transform_filter("datum.format == format").transform_calculate(lane="'stored'")
+    has = has.mark_tick(size=34, thickness=1, clip=True).encode(x, lane, color=color)
+    base = alt.Chart(alt.sequence(0, len(first), as_="step")).transform_filter("datum.step <= steps")
+    base = base.transform_calculate(key="format + ' ' + update", format="format")
+    base = base.transform_lookup("key", alt.LookupData(pd.DataFrame(rows), "key", ["path"]))
+    base = base.transform_calculate(exact=f"{first[0]} - datum.step * update * {unit}", stored="datum.path[datum.step]")
+    dots = base.transform_fold(["exact", "stored"], as_=["lane", "number"])
+    fade = alt.condition("datum.step == steps", alt.value(1), alt.value(0.4))
+    shape = alt.Shape("lane:N", scale=alt.Scale(range=["diamond", "circle"]), legend=None)
+    dots = dots.mark_point(filled=True, size=110, clip=True).encode(x, lane, color=color, shape=shape, opacity=fade)
+    now = base.transform_filter("datum.step == steps")
+    lost = f"datum.stored == {first[0]} && datum.exact < {first[0]} ? ': every update is lost' : ''"
+    says = {
+        "sum": f"'w = w - ' + update + ' / {1 / unit:.0f}, ' + steps + ' times'",
+        "result": f"'exact ' + format(datum.exact, '.4f') + ', stored ' + format(datum.stored, '.4f') + ({lost})",
+    }
+    now = now.transform_calculate(**says)
+    words = [now.mark_text(x=0, y=-46 + 20 * row).encode(text=f"{name}:N") for row, name in enumerate(says)]
+    chart = alt.layer(has, dots, *words).add_params(chosen, update, steps).properties(width=WIDTH, height=120)
+    chart = chart.properties(title=alt.TitleParams(title, offset=8))
+    show(
+        chart, f"A number line with three inputs: {title}. They choose the format, the update and the number of steps."
+    )
+
+
+def timeline(rows, parts, inputs, title):
+    """When each part of a machine works, step by step; inputs choose among the machines that were computed.
+
+    `rows`: a DataFrame, one row a busy time, with columns `part`, `work`, `step`, `start` and `end` (ms), and one for
+    each of `inputs`, a dict of the words beside the input by column. `parts` are named from top to bottom; the last is
+    the device: where it is idle, its line is red.
+    """
+    work, device = list(dict.fromkeys(rows.work)), parts[-1]
+    chosen = [choice(name, text, list(dict.fromkeys(rows[name])), rows[name].iloc[0]) for name, text in inputs.items()]
+    base = alt.Chart(rows.assign(length=rows.end - rows.start))
+    base = base.transform_filter(" && ".join(f"datum.{name} == {name}" for name in inputs))
+    x = alt.X("start:Q", title="ms", scale=alt.Scale(domain=[0, float(rows.end.max())], nice=False))
+    y = alt.Y("part:N", title=None, scale=alt.Scale(domain=parts))
+    shades = [NEUTRAL, "#9a9a9a", COLORS["normal"], COLORS["becomes 0"]]
+    color = alt.Color("work:N", scale=alt.Scale(domain=[*work, "idle"], range=shades))
+    mine = base.transform_filter(f"datum.part == '{device}'")
+    mine = mine.transform_aggregate(end="max(end)", first="min(end)", steps="count()", length="mean(length)")
+    mine = mine.transform_calculate(start="0", part=f"'{device}'", work="'idle'")
+    mine = mine.transform_calculate(pace="(datum.end - datum.first) / (datum.steps - 1)")
+    idle = mine.mark_bar(opacity=0.6).encode(x, y, x2="end:Q", color=color)
+    bars = base.mark_bar(stroke="white", strokeWidth=1).encode(x, y, x2="end:Q", color=color)
+    middle = base.transform_calculate(start="(datum.start + datum.end) / 2")
+    numbers = middle.mark_text(align="center", baseline="middle", fontSize=11, color="white")
+    pace = "format(datum.pace, '.1f') + ' ms a step; the device works '"
+    mine = mine.transform_calculate(says=f"{pace} + format(datum.length / datum.pace, '.0%') + ' of the time'")
+    words = mine.mark_text(x=0, y=-22, fontWeight="bold").encode(text="says:N")
+    chart = alt.layer(idle, bars, numbers.encode(x, y, text="step:N"), words).add_params(*chosen)
+    chart = chart.properties(width=WIDTH, height=36 * len(parts), title=alt.TitleParams(title, offset=8))
+    show(chart, f"When each part of the machine works, with {len(inputs)} inputs: {title}.")

@@ -17,13 +17,20 @@ import torch
 # Rates of fp16 without Tensor Cores: the throughput of arithmetic instructions, in the guide of CUDA 12.
 GENERATIONS = pd.DataFrame(
     [
-        ("Pascal", 2016, "6.0, 6.1", "P100, GTX 1080", "none", "P100: fp16 at twice fp32's rate; GTX 10xx: 1/64"),
-        ("Volta", 2017, "7.0", "V100", "fp16", "the first Tensor Cores"),
-        ("Turing", 2018, "7.5", "T4, RTX 2080", "fp16", "GTX 16xx, T1000: no Tensor Cores, fp16 at twice fp32"),
-        ("Ampere", 2020, "8.0, 8.6, 8.7", "A100, RTX 3090", "fp16 bf16 TF32", "bf16 needs no loss scaling"),
-        ("Ada", 2022, "8.9", "L4, RTX 4090", "fp16 bf16 TF32 FP8", ""),
-        ("Hopper", 2022, "9.0", "H100, H200", "fp16 bf16 TF32 FP8", ""),
-        ("Blackwell", 2024, "10.x, 12.x", "B200, RTX 5090", "fp16 bf16 TF32 FP8 FP6 FP4", "block scales: MXFP8, NVFP4"),
+        ("Pascal", "2016", "6.0, 6.1", "P100, GTX 1080", "none", "P100: fp16 at twice fp32's rate; GTX 10xx: 1/64"),
+        ("Volta", "2017", "7.0", "V100", "fp16", "the first Tensor Cores"),
+        ("Turing", "2018", "7.5", "T4, RTX 2080", "fp16", "GTX 16xx, T1000: no Tensor Cores, fp16 at twice fp32"),
+        ("Ampere", "2020", "8.0, 8.6, 8.7", "A100, RTX 3090", "fp16 bf16 TF32", "bf16 needs no loss scaling"),
+        ("Ada", "2022", "8.9", "L4, RTX 4090", "fp16 bf16 TF32 FP8", ""),
+        ("Hopper", "2022", "9.0", "H100, H200", "fp16 bf16 TF32 FP8", ""),
+        (
+            "Blackwell",
+            "2024",
+            "10.x, 12.x",
+            "B200, RTX 5090",
+            "fp16 bf16 TF32 FP8 FP6 FP4",
+            "block scales: MXFP8, NVFP4",
+        ),
     ],
     columns=["generation", "since", "compute capability", "for example", "Tensor Core formats", "note"],
 ).set_index("generation")

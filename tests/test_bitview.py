@@ -154,7 +154,7 @@ def pointers(view):
     places = [float(x) for x in re.findall(r"(?:M|x=\")(-?[\w.]+)", drawing)]
     assert all(0 <= x <= 640 for x in places), drawing
     assert set(re.findall(r'(?:fill|stroke)="(\w+)"', drawing)) == {"currentColor"}
-    return [float(x) for x in re.findall(r'd="M([\d.]+) \d+ l-5', drawing)]
+    return [float(x) for x in re.findall(r'd="M([\d.]+) \d+ l-?(?:5|12)', drawing)]
 
 
 @pytest.mark.parametrize("name", SIGNED)
@@ -169,7 +169,9 @@ def test_number_line_points_at_the_typed_number():
     below, _ = pointers(BitView(1 - 2**-13, "fp16"))
     assert middle == 320 and above - middle == 60 and middle - below == 30
     assert pointers(BitView(-1.0, "fp16"))[1] == size  # the second line shows the size alone
-    assert size < pointers(BitView(1000.0, "fp16"))[1] < pointers(BitView(1e6, "fp16"))[0] == 580
+    assert size < pointers(BitView(1000.0, "fp16"))[1] < 580
+    assert pointers(BitView(1e6, "fp16")) == pointers(BitView(math.inf, "fp16")) == [616]  # beyond the line's end
+    assert pointers(BitView(1e-9, "fp16"))[1] == pointers(BitView(0.0, "fp16"))[1] == 24
 
 
 def test_page_without_a_kernel_shows_fixed_numbers(monkeypatch):
@@ -178,5 +180,6 @@ def test_page_without_a_kernel_shows_fixed_numbers(monkeypatch):
     bitview.explore_bits("bf16", number=0.1)
     fixed, live = shown
     assert "0.10009765625" in fixed["text/html"] and "0.10009765625" in fixed["text/plain"]
-    assert fixed["text/html"].count("bf16") == 5 and 'class="bitview-fixed"' in fixed["text/html"]
+    assert fixed["text/html"].startswith('<div class="bitview-fixed" data-format="bf16" data-value="0.1">')
+    assert fixed["text/html"].count("<code") == 5
     assert live["text/plain"] == "" and "application/vnd.jupyter.widget-view+json" in live

@@ -53,8 +53,8 @@ def test_every_exercise_of_a_notebook_is_listed_under_its_topic():
 def test_reference_solution_and_stub(each, capsys):
     scope = {"torch": torch, "criterion": torch.nn.BCEWithLogitsLoss()}
     exec(next(mine[each.__name__] for mine in SOLUTIONS.values() if each.__name__ in mine), scope)
-    assert said(each, each.reference, capsys) == "Right.\n"
-    assert said(each, scope[each.__name__], capsys) == "Right.\n"
+    assert said(each, each.reference, capsys).startswith("Right. 1 of ")
+    assert said(each, scope[each.__name__], capsys).startswith("Right. 1 of ")
     assert said(each, lambda *_: None, capsys) == said(each, lambda *_: ..., capsys)
     assert said(each, lambda *_: None, capsys).startswith("Not yet: your function returns None.")
 
@@ -102,6 +102,24 @@ def test_what_is_wrong_is_said_in_one_line(answer, reply, capsys):
     assert words.startswith(f"Not right yet: {reply}") and words.count("\n") == 1
 
 
+def test_the_line_that_failed_is_named(capsys):
+    def answer(x):
+        half = x / 2
+        return half.square
+
+    assert said(square, answer, capsys).endswith("no attribute 'square', in the line `return half.square`\n")
+
+
+def test_a_reply_is_a_box_with_a_mark_in_a_notebook(monkeypatch):
+    shown = []
+    monkeypatch.setattr(check.exercise, "display", lambda box, *views: shown.append(box))
+    for answer in (lambda x: x * x, lambda x: x < 0, lambda x: None):
+        square(answer)
+    marks = [re.search("<b[^>]*>(.)</b> (.*)</div>", box._repr_html_()).groups() for box in shown]
+    assert [mark for mark, _ in marks] == ["\N{CHECK MARK}", "\N{MULTIPLICATION X}", "\N{WHITE CIRCLE}"]
+    assert marks[0][1] == "Right. 1 of 1 in this notebook." and "&lt;" not in marks[0][1]
+
+
 def test_docstring_and_name_are_those_of_the_reference():
     assert square.__name__ == "square" and square.__doc__ == "The square of a number."
 
@@ -136,7 +154,7 @@ def observed(results, reply=""):
 )
 def test_what_differs_is_shown(right, wrong, reply, capsys):
     each = observed({"right": right, "wrong": wrong}, reply=wrong if right is None else "")
-    assert said(each, lambda: "right", capsys) == "Right.\n"
+    assert said(each, lambda: "right", capsys).startswith("Right. ")
     words = said(each, lambda: "wrong", capsys)
     assert words.startswith(f"Not right yet: {reply}") and words.count("\n") == 1
 
@@ -155,4 +173,4 @@ def test_pictures_stand_below_a_wrong_answer(capsys):
 def test_patient_d_fits_two_cases(case, capsys):
     answers = {"A": "The scale that only falls", "B": "Skipped first steps", "C": "The loss that stands still"}
     answers |= {"D": case, "E": "A loss of squares"}
-    assert said(check.case_of, answers.get, capsys) == "Right.\n"
+    assert said(check.case_of, answers.get, capsys).startswith("Right. ")

@@ -38,7 +38,16 @@ INTERVALS = pd.DataFrame(
     [("bf16", 2, 1.0, 0.7, 1.3), ("bf16", 4, 1.0, 0.9, 1.1), ("fp16", 2, 1.4, 1.3, 1.5)],
     columns=["arm", "seeds", "value", "low", "high"],
 )
+PATHS = {(name, update): [1.5, 1.5, 1.5 - update * 2.0**-11] for name in ("bf16", "fp16") for update in (1, 2)}
+DTYPES = pd.DataFrame({"FP32": ["fp32"] * 5, "autocast": ["fp32", "bf16", "bf16", "bf16", "fp32"]}, list("abcde"))
+BUSY = pd.DataFrame(
+    [(0, "main process", "load", 0, 0, 3), (0, "device", "compute", 0, 3, 5), (1, "device", "compute", 0, 1, 3)],
+    columns=["workers", "part", "work", "step", "start", "end"],
+)
 CHARTS = {
+    "step_graph": (explore.step_graph, (DTYPES, "A step", "autocast")),
+    "walk": (explore.walk, (PATHS, 2.0**-11, "Updates", 1)),
+    "timeline": (explore.timeline, (BUSY, ["main process", "device"], {"workers": "workers "}, "Who works")),
     "calculator": (explore.calculator, (PARTS, {"T4, 16 GiB": 13, "A100, 80 GiB": 77}, "Will it fit?")),
     "verdicts": (explore.verdicts, (INTERVALS, "Verdicts", range(5, 55, 5), 20)),
     "fates": (explore.fates, (torch.tensor([2.0**-30, 2.0**-20, 1.0, 0.0]), range(0, 41), "Gradients")),

@@ -23,11 +23,16 @@ from helpers.measure import kept_for_backward
 FAMILIES = [
     "tf_efficientnet_b0",
     "resnet50",
-    "convnext_tiny",
     "vit_small_patch16_224",
     *(
         pytest.param(name, marks=pytest.mark.slow)
-        for name in ("mobilenetv3_small_100", "regnety_008", "swin_tiny_patch4_window7_224", "mixer_s32_224")
+        for name in (
+            "mobilenetv3_small_100",
+            "regnety_008",
+            "convnext_tiny",
+            "swin_tiny_patch4_window7_224",
+            "mixer_s32_224",
+        )
     ),
 ]
 SHAPE = (2, 3, 224, 224)

@@ -148,6 +148,8 @@ def test_warm_up_settles_on_a_steady_step_and_reports_a_slow_first_one(clock):
     durations = iter([100, 3, 2])
     warm = measure.warm_up(lambda: time.sleep(next(durations, 1)), CPU, steps=2)
     assert warm.settled and warm.first_step == 100 and 110 < warm.seconds < 120
+    steady = measure.warm_up(lambda: time.sleep(1), CPU, steps=2)
+    assert steady.seconds == 1 + 6 * 2, "the first step, and two times three blocks"
 
 
 @pytest.mark.parametrize("growth, settled", [(1.0, True), (1.001, True), (1.01, False)])

@@ -239,6 +239,7 @@ def run_experiment(settings, tmp_path, monkeypatch):
     return printed, {(r["what"]["experiment"], r["what"]["arm"]): r["results"] for r in mine}
 
 
+@pytest.mark.slow
 def test_own_photographs_of_five_classes_train_and_an_interrupt_keeps_what_was_measured(tmp_path, monkeypatch):
     settings = OWN_PHOTOGRAPHS.format(folder=str(tmp_path), classes=5) + INTERRUPT
     printed, saved = run_experiment(settings, tmp_path, monkeypatch)

@@ -1,19 +1,25 @@
 """The site: one page a notebook, links that lead somewhere, figures with a text, a search that finds."""
 
 import json
+import math
 import re
 import shutil
 import subprocess
 import sys
 from urllib.parse import unquote, urldefrag, urlparse
 
+import numpy as np
 import pytest
 from bs4 import BeautifulSoup
+from playwright.sync_api import expect
 
+from helpers.bitview import BitView
+from helpers.formats import FORMATS
 from tests.browser import BROWSER, move_every_slider
 from tools.execute import NOTEBOOKS
 
 ROOT = NOTEBOOKS.parent
+SIGNED = [name for name in FORMATS if FORMATS[name].signed]
 
 
 def build(source, output):
@@ -88,12 +94,98 @@ def test_every_figure_has_a_text_of_its_own(pages):
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome on the PATH")
-@pytest.mark.parametrize(("name", "sliders"), [("03_loss_scaling", 3), ("06_predict_memory_and_speed", 1)])
+@pytest.mark.parametrize(
+    ("name", "sliders"), [("02_rounding_and_range", 2), ("03_loss_scaling", 3), ("06_predict_memory_and_speed", 1)]
+)
 def test_sliders_move_on_the_site_from_a_file_and_on_a_phone(site, page, name, sliders):
     page.set_viewport_size({"width": 390, "height": 844})
     page.goto(f"file://{site}/notebooks/{name}.html")
     move_every_slider(page, sliders)
-    assert page.evaluate("document.documentElement.scrollWidth") == 390, "the page is wider than the phone"
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome on the PATH")
+def test_no_page_is_wider_than_a_phone_or_logs_an_error(pages, page):
+    page.set_viewport_size({"width": 390, "height": 844})
+    for path in pages:
+        page.goto(f"file://{path}")
+        assert page.evaluate("document.documentElement.scrollWidth") == 390, path.name
+        assert not page.errors, path.name
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome on the PATH")
+@pytest.mark.parametrize("name", SIGNED)
+def test_explorer_on_the_site_computes_as_helpers_formats(site, page, name):
+    """All codes up to 16 bits, 10,000 of the longer formats; 10,000 values and all ties between them."""
+    form, rng = FORMATS[name], np.random.default_rng(0)
+    codes = np.arange(2**form.bits) if form.bits <= 16 else rng.integers(0, 2**form.bits, 10_000)
+    values = form.decode(codes)
+    between = values[np.isfinite(values)][:10_000]
+    between = np.concatenate(
+        [between + form.spacing(between) / 2, rng.normal(0, 10.0 ** rng.integers(-45, 39, 10_000))]
+    )
+    between = np.concatenate([between, [0.0, -0.0, math.inf, -math.inf, math.nan, 5e-324, form.max, 1e300]])
+    page.goto(f"file://{site}/index.html")
+    ask = "([name, codes]) => codes.map(code => [FLOATS[name].decode(code), FLOATS[name].kind(code)])"
+    answers = page.evaluate(ask, [name, codes.tolist()])
+    decoded = np.array([answer[0] for answer in answers], float)
+    assert np.array_equal(decoded, values, equal_nan=True)
+    assert [answer[1] for answer in answers] == form.kind(codes).tolist()
+    encoded = page.evaluate(
+        "([name, values]) => values.map(value => FLOATS[name].encode(value))", [name, between.tolist()]
+    )
+    assert encoded == form.encode(between).tolist()
+    for code in codes[:: len(codes) // 200 + 1].tolist():
+        view = BitView(code, name)
+        shown = page.evaluate(
+            "([name, code]) => [FLOATS[name].neighbours(code), FLOATS[name].formula(code)]", [name, code]
+        )
+        assert shown[0] == list(view.neighbours())
+        assert shown[1] == view.formula
+    assert not page.errors
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome on the PATH")
+def test_explorer_on_the_site_answers_to_links_keys_and_typing_on_a_phone(site, page):
+    page.set_viewport_size({"width": 390, "height": 844})
+    page.goto(f"file://{site}/notebooks/01_fp16_bit_layout.html#value=-6.25&format=bf16")
+    number, format = page.get_by_label("number"), page.get_by_label("format")
+    shown = lambda text: expect(page.locator(".explorer .value")).to_have_text(text)
+    shown("-6.25")
+    page.get_by_label(re.compile("^bit 15, sign")).click()
+    shown("6.25")
+    assert page.url.endswith("#value=6.25&format=bf16")
+    page.keyboard.press("ArrowRight")  # the highest exponent bit
+    page.keyboard.press("Space")
+    shown("1.8367099231598242e-38")
+    page.keyboard.press("ArrowUp")
+    shown("1.8458934727756234e-38")
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("ArrowDown")
+    shown("1.827526373544025e-38")
+    for typed, answer in {"2^-24": "5.960464477539063e-8", "1/3": "0.333984375", "0x7f80": "inf", "-0": "-0"}.items():
+        number.fill(typed)
+        number.press("Enter")
+        shown(answer)
+    number.fill("2049")
+    number.press("Enter")
+    format.select_option("fp16")
+    shown("2048")
+    expect(page.get_by_text("2049 rounded by -1")).to_be_visible()
+    for wrong, problem in {
+        "a tenth": "is not a number",
+        "0x10000": "from 0 to 0xffff",
+        "1/0": "is not a number",
+    }.items():
+        number.fill(wrong)
+        number.press("Enter")
+        expect(page.get_by_role("alert")).to_contain_text(problem)
+        shown("2048")
+    again = page.url
+    page.goto("about:blank")
+    page.goto(again)
+    shown("2048")
+    assert format.input_value() == "fp16" and number.input_value() == "2049"
+    assert not page.errors
 
 
 def test_the_search_index_leads_to_the_notebook(site):

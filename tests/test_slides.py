@@ -68,6 +68,8 @@ def test_nbconvert_makes_a_deck_without_the_set_up_cell(tmp_path):
     assert "Where did the gradients go?" in page.get_text()
     assert "Put helpers/ and data/ beside this notebook" not in page.get_text()
     assert re.search(r"width: 1440,\s*height: 810,", str(page))
+    figures = page.select(".slides img.figure")
+    assert len(figures) > 5 and all(len(figure["alt"]) > 30 for figure in figures)
 
 
 def unsolved(key):

@@ -37,9 +37,12 @@ def execute(path, settings=""):
     for cell in notebook.cells:
         for output in cell.get("outputs", []):  # a widget without its kernel is an error message
             output.get("data", {}).pop("application/vnd.jupyter.widget-view+json", None)
+        if cell.metadata.get("jupyter", {}).get("outputs_hidden"):
+            cell.metadata["collapsed"] = True
+    # What JupyterLab would write by itself: where it finds it, opening a notebook changes nothing.
     notebook.metadata = {
-        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
-        "language_info": {"name": "python"},
+        "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
+        "language_info": notebook.metadata.language_info,
     }
     return notebook
 

@@ -57,9 +57,9 @@ def changes(node):
 
 
 def data(tree):
-    """The nodes of exercises' cases: another number in one makes another case, which is as good."""
-    cases = [node.value for node in ast.walk(tree) if isinstance(node, ast.keyword) and node.arg == "cases"]
-    return {id(node) for case in cases for node in ast.walk(case)}
+    """The nodes of exercises' cases and mistakes: another number makes another case or mistake, which is as good."""
+    keywords = [node for node in ast.walk(tree) if isinstance(node, ast.keyword) and node.arg in ("cases", "mistakes")]
+    return {id(node) for keyword in keywords for node in ast.walk(keyword)}
 
 
 def mutants(source):

@@ -14,6 +14,7 @@ from bs4 import BeautifulSoup
 from tools.execute import NOTEBOOKS
 
 SCREEN, LINE = 27, 24  # lines of text on a slide of 1440 x 810, with some room; pixels a line
+WIDE, TALL = 1224, 580  # pixels to which the slides' template enlarges a figure, at most
 FIGURE_ONLY = "figure-only"  # jupyter_nbconvert_config.json knows the tag
 FOLDED = re.compile(r"<details>.*?</details>", re.DOTALL)
 FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
@@ -45,7 +46,8 @@ def height(cell):
     for output in cell.outputs:
         data = output.get("data", {})
         if "image/png" in data:
-            lines += output.metadata["image/png"]["height"] / LINE
+            size = output.metadata["image/png"]
+            lines += min(size["height"] * WIDE / size["width"], TALL) / LINE
         elif "text/html" in data:
             lines += 1.5 * len(BeautifulSoup(data["text/html"], "html.parser").find_all("tr")) + 1
         else:

@@ -1,4 +1,4 @@
-"""The engine of all exercises: it calls an answer, compares, and replies in words at once. It never raises.
+"""The engine of all exercises: it calls an answer, compares, and replies at once, in a box. It never raises.
 
 An exercise is data: a reference, the cases that it is called with, and the mistakes that people make, each a program
 that makes it, under the hint that helps. Where an answer differs from the reference, the first mistake that has given
@@ -8,14 +8,18 @@ the same in all cases so far says which hint to give.
 import copy
 import functools
 import math
+import sys
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from html import escape
 from typing import Any, NamedTuple
 
 import torch
 from IPython.display import display
 
 from helpers.check import passed
+from helpers.plots import COLORS, NEUTRAL
 
 
 class Case(NamedTuple):
@@ -31,6 +35,25 @@ class Reply(Exception):
 
 class Untouched(Exception):
     """The first call returned nothing."""
+
+
+class Box:
+    """What an exercise replies: a line of words; in a notebook in a box, with a tick, a cross or, untried, a circle."""
+
+    RIGHT = "\N{CHECK MARK}", COLORS["normal"]
+    WRONG = "\N{MULTIPLICATION X}", COLORS["becomes 0"]
+    OPEN = "\N{WHITE CIRCLE}", NEUTRAL
+
+    def __init__(self, kind, words):
+        self.kind, self.words = kind, words
+
+    def __repr__(self):
+        return self.words
+
+    def _repr_html_(self):
+        mark, color = self.kind
+        style = f"border-left:5px solid {color};padding:.3em .8em;overflow-wrap:anywhere"
+        return f'<div style="{style}"><b style="color:{color}">{mark}</b> {escape(self.words)}</div>'
 
 
 def called(answer, *arguments):
@@ -76,7 +99,7 @@ def shown(value):
 
 @dataclass
 class Exercise:
-    """One exercise. Called with an answer, it prints its reply, and notes a right one as progress.
+    """One exercise. Called with an answer, it shows its reply, and notes a right one as progress.
 
     Parameters
     ----------
@@ -117,20 +140,26 @@ class Exercise:
         functools.update_wrapper(self, self.reference)
 
     def __call__(self, answer):
+        views = ()
         try:
             wrong, views = self._first_wrong(_asked(answer))
+            box = Box(Box.WRONG, f"Not right yet: {wrong}") if wrong else Box(Box.RIGHT, f"Right. {self._noted()}")
         except Untouched:
-            wrong, views = "Not yet: your function returns None. Replace the dots by your code, with a return.", ()
+            words = "Not yet: your function returns None. Replace the dots by your code, with a return."
+            box = Box(Box.OPEN, words)
         except Reply as reply:
-            wrong, views = f"Not right yet: {reply}", ()
+            box = Box(Box.WRONG, f"Not right yet: {reply}")
         except Exception as error:  # the answer is of a kind that cannot even be compared
             kind = f"{type(error).__name__}: {error}"
-            wrong, views = f"Not right yet: your function returns something unexpected ({kind})", ()
-        print(wrong or "Right.")
-        for view in views:
-            display(view)
-        if not wrong:
-            passed.note(self.__name__)
+            box = Box(Box.WRONG, f"Not right yet: your function returns something unexpected ({kind})")
+        for each in (box, *views):
+            display(each)
+
+    def _noted(self):
+        """Note a right answer; how many are right of the notebook's, which are those of its module."""
+        right = passed.note(self.__name__)
+        mine = [each for each in vars(sys.modules[self.__module__]).values() if isinstance(each, Exercise)]
+        return f"{sum(each.__name__ in right for each in mine)} of {len(mine)} in this notebook."
 
     def _first_wrong(self, ask):
         """The reply to the first case that goes wrong, and the pictures below it; None and none if all go well."""
@@ -143,7 +172,7 @@ class Exercise:
                 hint = next((words for words, mistake in self.mistakes.items() if self._gives(mistake, seen)), hint)
                 call = self.show(*arguments)
                 where = f"for {call} " if call else ""
-                words = f"Not right yet: {where}{_difference(given, right, self.same)}. {hint}".rstrip()
+                words = f"{where}{_difference(given, right, self.same)}. {hint}".rstrip()
                 return words, self.draw(given, right, *arguments)
         return None, ()
 
@@ -193,7 +222,8 @@ def _asked(answer):
         try:
             given = answer(*arguments)
         except (Exception, SystemExit) as error:
-            raise Reply(f"called with {call}, your code raised {type(error).__name__}: {error}") from None
+            where = _line_of(answer, error)
+            raise Reply(f"called with {call}, your code raised {type(error).__name__}: {error}{where}") from None
         if given is not None and given is not ...:
             return given
         if len(calls) == 1:
@@ -201,3 +231,10 @@ def _asked(answer):
         raise Reply(f"called with {call}, your function returns None.")
 
     return ask
+
+
+def _line_of(answer, error):
+    """The line of the answer's own file or cell in which it failed, in words; nothing where there is none."""
+    file = getattr(getattr(answer, "__code__", None), "co_filename", None)
+    lines = [frame.line for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    return f", in the line `{lines[-1]}`" if lines and lines[-1] else ""

@@ -1,6 +1,7 @@
 """Sphinx's configuration of the site, which `uv run python -m tools.site` builds."""
 
 import json
+import math
 import re
 import shutil
 from binascii import a2b_base64
@@ -11,6 +12,10 @@ from pathlib import Path
 from docutils import nodes
 from sphinx.util.logging import getLogger
 from vl_convert import javascript_bundle
+
+from helpers.formats import FORMATS
+
+HERE = Path(__file__).resolve().parent
 
 project = "Half the Bits"
 copyright = "the authors: text and figures CC BY 4.0, code MIT"
@@ -24,6 +29,9 @@ nb_merge_streams = True
 myst_heading_anchors = 3
 
 html_theme = "sphinx_book_theme"
+html_static_path = [str(HERE / "static")]
+html_css_files = ["site.css"]
+html_js_files = [(name, {"defer": "defer"}) for name in ("vega.js", "formats.js", "explorer.js")]
 html_title = project
 html_context = {"default_mode": "auto"}  # light or dark, as the reader's system is
 html_copy_source = False
@@ -37,18 +45,8 @@ html_theme_options = {
 }
 
 VEGA_LITE = "application/vnd.vegalite.v5+json"
+EXPLORER = "bitview-fixed"  # what stands in a notebook for widgets that need a kernel
 CHART = '<div class="chart"><script type="{kind}" data-options="{options}">{spec}</script></div>'
-DRAW_CHARTS = """
-for (const place of document.querySelectorAll("div.chart > script")) {
-  vegaEmbed(place.parentElement, JSON.parse(place.text), JSON.parse(place.dataset.options))
-}
-"""
-# The theme paints outputs pale on dark pages; a chart follows the page's colours by itself.
-CHART_STYLE = """
-html[data-theme=dark] div.cell_output div.output:has(.chart) {background: none; color: inherit}
-div.cell_output img {max-width: 100%; height: auto !important}
-"""
-
 CONTENTS = """
 ```{{toctree}}
 :hidden:
@@ -71,12 +69,18 @@ def adapt(app, name, source):
         numbered = re.findall(r"^\| \[(\d\d [^\]]+)\]\((notebooks/[^)]+)\.ipynb\)", source[0], re.MULTILINE)
         notebooks = "\n".join(f"{title} <{place}>" for title, place in numbered)
         source[0] = re.sub(r"^\[!\[CI\].*$", "", source[0], flags=re.MULTILINE) + CONTENTS.format(notebooks=notebooks)
+        landing = (HERE / "landing.html").read_text(encoding="utf-8")
+        source[0] = source[0].replace("```bash", f"{landing}```bash", 1)
     source[0] = re.sub(r"\.ipynb#[\w-]+", lambda link: link[0].lower(), source[0])
-    if VEGA_LITE in source[0]:
+    if VEGA_LITE in source[0] or EXPLORER in source[0]:
         notebook = json.loads(source[0])
-        for output in (output for cell in notebook["cells"] for output in cell.get("outputs", [])):
-            if VEGA_LITE in output.get("data", {}):
-                output["data"] = {"text/html": chart(output)}
+        for cell in notebook["cells"]:
+            cell["outputs"] = [each for each in cell.get("outputs", []) if each.get("data") != {"text/plain": [""]}]
+            for output in cell["outputs"]:
+                if VEGA_LITE in output.get("data", {}):
+                    output["data"] = {"text/html": chart(output)}
+                elif EXPLORER in (page := "".join(output.get("data", {}).get("text/html", ""))):
+                    output["data"] = {"text/html": page.replace(EXPLORER, "explorer")}
         source[0] = json.dumps(notebook)
 
 
@@ -87,15 +91,27 @@ def chart(output):
     return CHART.format(kind=VEGA_LITE, options=options, spec=spec)
 
 
-def write_vega(app):
-    """One script with all that draws charts, so that no page asks another server for it."""
+def write_scripts(app):
+    """What draws charts, so that no page asks another server for it, and the explorer's formats."""
     folder = Path(app.outdir) / "_static"
     folder.mkdir(parents=True, exist_ok=True)
-    bundle = javascript_bundle(DRAW_CHARTS, vl_version="5.8")
+    draw_charts = (HERE / "draw_charts.js").read_text(encoding="utf-8")
+    bundle = javascript_bundle(draw_charts, vl_version="5.8")
     (folder / "vega.js").write_text(f"(() => {{{bundle}}})()", encoding="utf-8")
-    (folder / "charts.css").write_text(CHART_STYLE, encoding="utf-8")
-    app.add_js_file("vega.js", loading_method="defer")
-    app.add_css_file("charts.css")
+    formats = [facts_of(form) for form in FORMATS.values() if form.signed]
+    (folder / "formats.js").write_text(f"const FLOAT_FORMATS = {json.dumps(formats)};", encoding="utf-8")
+
+
+def facts_of(form):
+    """What explorer.js must know of a format."""
+    names = ["name", "bits", "exponent_bits", "mantissa_bits", "bias", "max", "smallest_normal", "smallest_subnormal"]
+    first_special = int(form.encode(form.max)) + 1
+    return {name: getattr(form, name) for name in names} | {
+        "first_special": first_special,
+        "has_infinity": form.specials == "ieee",
+        "past_max": int(form.encode(math.inf)),
+        "nan": int(form.encode(math.nan)),
+    }
 
 
 def describe_figures(app, page):
@@ -121,7 +137,7 @@ def open_at_readme(app, error):
 
 
 def setup(app):
-    app.connect("builder-inited", write_vega)
+    app.connect("builder-inited", write_scripts)
     app.connect("source-read", adapt)
     app.connect("doctree-read", describe_figures)
     app.connect("build-finished", open_at_readme)
