@@ -8,14 +8,19 @@ a kernel.
 
 import os
 import tempfile
+from pathlib import Path
 
 import pytest
 
+from tests import pretend_cuda
+from tools import cuda_lines
 from tools.reference import environment
 
 
 def pytest_addoption(parser):
     parser.addoption("--gpu", action="store_true", help="run notebooks on this machine's device, without comparing")
+    parser.addoption("--pretend", metavar="CARD", help="as --gpu, on a GPU that is pretended (tests/pretend_cuda.py)")
+    parser.addoption("--lines", metavar="FOLDER", help="note which lines the notebooks run (tools/cuda_lines.py)")
     parser.addoption("--all", action="store_true", help="run the slow tests too")
     parser.addoption("--lab", action="store_true", help="run every notebook in a browser too, not only some")
     parser.addoption(
@@ -31,6 +36,7 @@ def pytest_addoption(parser):
 def pytest_cmdline_main(config):
     if config.getoption("--gpu"):  # one notebook at a time: there is one device, and its memory
         config.option.numprocesses, config.option.dist = 0, "no"
+    config.option.gpu |= bool(config.option.pretend)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -42,8 +48,14 @@ def pytest_configure(config):
     if config.getoption("--gpu"):
         config.option.nbval, config.option.nbval_lax = False, True
         config.option.nbval_cell_timeout = 3600
-        for name in ("HALF_THE_BITS_SAVE_TO", "HALF_THE_BITS_PROGRESS"):
+        for name in ("HALF_THE_BITS_SAVE_TO", "HALF_THE_BITS_PROGRESS", "TQDM_DISABLE"):
             os.environ[name] = environment(config.records.name)[name]
+        if config.option.pretend:
+            os.environ.update(pretend_cuda.environment(config.option.pretend, config.records.name))
+            os.environ.update(HALF_THE_BITS_ROUNDS="2", OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
+            pretend_cuda.start()
+        if config.option.lines:
+            os.environ.update(cuda_lines.variables(Path(config.option.lines).resolve()))
     else:
         os.environ.update(environment(config.records.name))
         os.environ["HALF_THE_BITS_ROUNDS"] = "2"  # times are not compared

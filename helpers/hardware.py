@@ -55,6 +55,11 @@ def pick_device():
     return torch.device("cpu")
 
 
+def full_size():
+    """Whether a GPU gets the numbers of a real experiment: not where HALF_THE_BITS_SIZE is "small", as in tests."""
+    return os.environ.get("HALF_THE_BITS_SIZE") != "small"
+
+
 def _nvidia_gpu():
     """The name of the first NVIDIA GPU that the driver sees, or None."""
     try:
