@@ -179,7 +179,8 @@ def cast_policies(device_type):
     - "unknown": no probe could tell.
 
     Nothing is copied from a list: each op is called on small tensors without memory, and the casts that
-    reach them are watched. The device may be missing. Raises ValueError for a device type that autocast does not know.
+    reach them are watched. The device may be missing. No rows: torch itself has no rules for the device type; those of
+    "xla" come with another package. Raises ValueError for a device type that autocast does not know.
 
     Examples
     --------
@@ -265,6 +266,10 @@ def _rows(fn, args, device_type, dtype):
     return ops.rows
 
 
+# What torch says of a tensor that is not on the device.
+_ELSEWHERE = "to FakeTensors first", "same device", "expected device", "weight type (torch.FloatTensor)"
+
+
 def trace_casts(fn, *args, device_type="cuda", dtype=torch.float16):
     """Run `fn(*args)`, a forward pass, once under autocast, and tell op by op what was cast.
 
@@ -278,7 +283,7 @@ def trace_casts(fn, *args, device_type="cuda", dtype=torch.float16):
     written by these casts) and `module` (the innermost that was running, "Global" for none).
 
     Raises ValueError where the device is missing and is not "cuda", the only one that fake tensors stand in for here,
-    and where `fn` uses tensors that are not among its arguments.
+    for a dtype that autocast does not cast to, and where `fn` uses tensors that are neither copies nor on the device.
 
     Examples
     --------
@@ -287,6 +292,8 @@ def trace_casts(fn, *args, device_type="cuda", dtype=torch.float16):
     0      aten::t                    float16  float16           0
     1  aten::addmm  float16, float16, float16  float16          48
     """
+    if dtype not in (torch.float16, torch.bfloat16):
+        raise ValueError(f"autocast casts to torch.float16 or torch.bfloat16, not to {dtype}")
     fake = device_type != "cpu" and not torch.get_device_module(device_type).is_available()
     if fake and device_type != "cuda":
         raise ValueError(f"there is no {device_type} device here; without one, only cuda and cpu can be traced")
@@ -298,13 +305,16 @@ def trace_casts(fn, *args, device_type="cuda", dtype=torch.float16):
         fn, args = copy.deepcopy((fn, args), copies)
         try:
             rows = _rows(fn, args, device_type, dtype)
-        except AssertionError as error:
-            if "convert all Tensors to FakeTensors" not in str(error):
-                raise
-            raise ValueError("fn uses tensors from outside: pass every module and tensor as an argument") from None
         except torch.AcceleratorError:  # cuDNN's RNN asks for the device even when the tensors are fake
             if not fake:
                 raise
             with torch.backends.cudnn.flags(enabled=False):
                 rows = _rows(fn, args, device_type, dtype)
+        except (AssertionError, RuntimeError) as error:
+            if not any(said in str(error) for said in _ELSEWHERE):
+                raise
+            raise ValueError(
+                f"fn uses tensors that are not on {device_type}: pass every module and tensor as an argument, and make "
+                "new ones on that device"
+            ) from None
     return pd.DataFrame(rows, columns=["op", "inputs", "output", "casts", "cast_bytes", "module"])

@@ -5,12 +5,15 @@ The CSV has three columns: `image` (a file name), `path` (its folder, absolute o
 """
 
 import os
+from contextlib import suppress
 from pathlib import Path
+from unittest.mock import patch
 
 import cv2
 import numpy as np
 import pandas as pd
 import torch
+from PIL import Image
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch.utils.data import Dataset
@@ -19,6 +22,7 @@ from helpers.measure import progress
 
 DATA = Path(__file__).resolve().parent.parent / "data"
 COLUMNS = ["image", "path", "label"]
+MOST_PIXELS = 200_000_000  # 600 MB when decoded
 SHOWN = 5  # bad rows spelt out in one error; the rest are counted
 
 
@@ -31,8 +35,8 @@ def load_table(csv, classes=2):
 
     Returns a DataFrame with the CSV's columns and two more, which replace columns of the same names: `file`, the
     image's absolute path, and `line`, its line in the CSV (the header is line 1). `label` is an int.
-    Raises DatasetError for a missing or empty CSV, a missing column, a label that is not a whole number below
-    `classes`, a relative path that leaves the CSV's folder, and a missing file.
+    Raises DatasetError for a missing or empty CSV, a column that is missing or there twice, a label that is not a whole
+    number below `classes`, a relative path that leaves the CSV's folder, a missing file, and a file on two lines.
 
     Examples
     --------
@@ -52,22 +56,29 @@ def load_table(csv, classes=2):
         raise DatasetError(f"{csv} cannot be read as a CSV file: {error}. Save it as UTF-8, comma-separated.") from None
 
     missing = [column for column in COLUMNS if column not in table]
+    for sign, name in [(";", "semicolons"), ("\t", "tabs")]:
+        if missing and sign in table.columns[0]:
+            raise DatasetError(f"{csv} has {name} between its columns. Save it with commas.")
     if missing:
         raise DatasetError(f"{csv} has no column {missing}: it has {list(table)}. Rename or add the column.")
-    table["line"] = table.index + 2
+    if twice := [f"{column}.1" for column in COLUMNS if f"{column}.1" in table]:
+        raise DatasetError(f"{csv} has a column twice: the second is read as {twice}. Remove or rename it.")
+    breaks = sum(table[column].str.count("\n") for column in table)  # within quotes
+    table["line"] = table.index + 2 + breaks.cumsum().shift(fill_value=0)
     table = table[(table[COLUMNS] != "").any(axis=1)].reset_index(drop=True)
     if table.empty:
         raise DatasetError(f"{csv} has no rows below its header. Add one row an image.")
 
     table["file"] = [os.path.normpath(csv.parent / folder / image) for folder, image in zip(table.path, table.image)]
-    problems = [(row.line, _problem(row, csv.parent, classes)) for row in table.itertuples()]
+    lines = {}
+    problems = [(row.line, _problem(row, csv.parent, classes, lines)) for row in table.itertuples()]
     _raise_if_any(csv, [(line, problem) for line, problem in problems if problem])
     table["label"] = table.label.astype(float).astype(int)
     return table
 
 
-def _problem(row, folder, classes):
-    """What is wrong with one row, and how to mend it; None if nothing is."""
+def _problem(row, folder, classes, lines):
+    """What is wrong with one row, and how to mend it; None if nothing is. `lines` has the files before it."""
     if not row.image:
         return "`image` is empty. Write the image's file name there."
     if row.label.removesuffix(".0") not in map(str, range(classes)):
@@ -77,7 +88,11 @@ def _problem(row, folder, classes):
     if not Path(row.path, row.image).is_absolute() and not file.is_relative_to(folder):
         return f"{row.image}: {row.path!r} leads out of {folder}. Move the image in, or write an absolute path."
     if not os.path.isfile(file):  # noqa: PTH113 (Path.is_file raises on names that no file can have)
-        return f"{file} does not exist. Correct `image` or `path`, or remove the row."
+        return _unreadable(file)
+    found = file.stat()
+    first = lines.setdefault((found.st_dev, found.st_ino or file), row.line)  # a link is the file that it leads to
+    if first != row.line:
+        return f"{row.image} is the same file as on line {first}. Remove one of the two rows."
     return None
 
 
@@ -93,7 +108,8 @@ def read_image(file):
     """Decode an image file into a uint8 array of shape (height, width, 3) in RGB; None if it cannot be decoded.
 
     Grey images get three equal channels, an alpha channel is dropped, 16-bit images become 8-bit, and the EXIF
-    orientation is applied.
+    orientation is applied. A JPEG file damaged in its middle is decoded all the same: libjpeg fills the gap, and says
+    so on the standard error stream only.
     """
     # imdecode refuses a truncated file, which imread would fill up with grey; it also copes with any file name.
     try:
@@ -108,8 +124,9 @@ class ImageDataset(Dataset):
     Item i is `(image, label)`: a float32 tensor of shape (3, height, width), RGB in [0, 1], and row i of `labels`, a
     tensor of any dtype and shape with as many rows as the table. Without it the label is float32 of shape (1,), for a
     model with one output. `size` is OpenCV's (width, height). With `check=True` every file is decoded once, here, with
-    a progress bar; DatasetError names all that cannot be decoded. `check=False` is for files that have been checked
-    before. `crop` below 1 is augmentation: each image is a random window, that share of its height and of its width.
+    a progress bar; DatasetError names all that cannot be decoded or have more than `MOST_PIXELS`. `check=False` is for
+    files that have been checked before. `crop` below 1 is augmentation: each image is a random window, that share of
+    its height and of its width.
 
     Examples
     --------
@@ -133,7 +150,8 @@ class ImageDataset(Dataset):
         if check:
             lines = table.line if "line" in table else table.index
             rows = progress(zip(lines, self.files), total=len(self.files), desc="Checking images")
-            _raise_if_any("The images", [(line, _unreadable(file)) for line, file in rows if read_image(file) is None])
+            problems = [(line, _image_problem(file)) for line, file in rows]
+            _raise_if_any("The images", [(line, problem) for line, problem in problems if problem])
 
     def __len__(self):
         return len(self.files)
@@ -158,8 +176,25 @@ class ImageDataset(Dataset):
         return torch.from_numpy(self.resized(index)).permute(2, 0, 1).float().div(255), self.labels[index]
 
 
+def _image_problem(file):
+    """What is wrong with an image, and how to mend it; None if nothing is. The header tells how large it is."""
+    # OpenCV cannot read a header alone; Pillow, with a limit of its own, does not know all of its formats.
+    with suppress(Exception), patch.object(Image, "MAX_IMAGE_PIXELS", None), Image.open(file) as image:
+        if image.width * image.height > MOST_PIXELS:
+            return f"{file} has more than {MOST_PIXELS:,} pixels. Shrink the image or remove its row."
+    return _unreadable(file) if read_image(file) is None else None
+
+
 def _unreadable(file):
-    size = Path(file).stat().st_size
+    """Why a file gives no image, and how to mend that. It is not opened: a pipe would never answer."""
+    try:
+        size = Path(file).stat().st_size
+    except PermissionError:
+        return f"{file} cannot be read: its folder is locked. Allow yourself to enter it, or remove the row."
+    except (OSError, ValueError):  # ValueError: a name that no file can have
+        return f"{file} does not exist. Correct `image` or `path`, or remove the row."
+    if not os.access(file, os.R_OK):
+        return f"{file} cannot be read: permission is denied. Allow yourself to read it, or remove the row."
     return f"{file} ({size:,} bytes) is not an image that OpenCV can decode. Replace the file or remove its row."
 
 

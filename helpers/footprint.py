@@ -9,7 +9,7 @@ import heapq
 import math
 import weakref
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import count
@@ -18,8 +18,9 @@ from unittest.mock import patch
 import numpy as np
 import pandas as pd
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.nn.functional import binary_cross_entropy_with_logits, scaled_dot_product_attention
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -78,6 +79,8 @@ class _Recorder(TorchDispatchMode):
         self.phase, self.rows, self.allocations, self._alive = "", [], [], {}
 
     def allocation(self, tensor):
+        if tensor.layout is not torch.strided:
+            raise ValueError("sparse tensors are not predicted; build nn.Embedding with sparse=False")
         storage = tensor.untyped_storage()
         if storage._cdata not in self._alive:
             dtype = str(tensor.dtype).removeprefix("torch.")
@@ -164,14 +167,21 @@ def _traffic(func, args, kwargs, result):
     return sum(min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in inputs + written)
 
 
-class _FusedAttention(TorchFunctionMode):
-    """Attention by the kernel that CUDA would take. Without a GPU, torch finds none that supports a fused kernel."""
+_RNNS = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
+
+
+class _KernelsOfCuda(TorchFunctionMode):
+    """Attention by the kernel that CUDA would take. Without a GPU, torch finds none that supports a fused kernel.
+
+    RNNs run without cuDNN, which asks for the device, and whose memory fake tensors do not know.
+    """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is scaled_dot_product_attention and (args[0] if args else kwargs["query"]).dim() == 4:
             return _attention(*args, **kwargs)
-        return func(*args, **kwargs)
+        with torch.backends.cudnn.flags(enabled=False) if func in _RNNS else nullcontext():
+            return func(*args, **kwargs)
 
 
 def _attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
@@ -263,6 +273,27 @@ def _autocast(device_type, dtype=None, enabled=True, cache_enabled=True):
     return autocast_on(device_type, dtype, cache_enabled) if enabled else nullcontext()
 
 
+@contextmanager
+def _in_words():
+    """Says what keeps a model from being predicted, where torch speaks of its own insides."""
+    try:
+        yield
+    except AssertionError as error:
+        if "convert all Tensors to FakeTensors" not in str(error):
+            raise
+        raise ValueError("the model uses tensors from outside; make them attributes of a module, or buffers") from None
+    except RuntimeError as error:
+        if isinstance(error, DataDependentOutputException | DynamicOutputShapeException) or ".numpy()" in str(error):
+            raise ValueError(
+                "the model or its optimizer asks for values, as .item(), an if and a mask as an index do, and a "
+                "prediction has none; compute with tensors alone, as torch.where does"
+            ) from None
+        if "indices" in str(error):
+            raise ValueError("the model takes whole numbers (nn.Embedding?); only float images are predicted") from None
+        raise
+
+
+@_in_words()
 def _record(model, input_shape, precision, optimizer, device_type):
     """Run one training step on fake tensors; the _Recorder that saw it."""
     if precision not in PRECISIONS:
@@ -277,8 +308,12 @@ def _record(model, input_shape, precision, optimizer, device_type):
     with FakeTensorMode():
         attributes = [value for module in model.modules() for value in vars(module).values()]
         tensors = [*model.parameters(), *model.buffers(), *_tensors(attributes)]
+        if any(map(is_lazy, tensors)):
+            raise ValueError("lazy modules have no shapes yet; in build_model, call the model once before returning it")
         model = copy.deepcopy(model, {id(tensor): on_device(tensor, device_type, True, dtype) for tensor in tensors})
         optimizer = make_optimizer(model.parameters())
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ValueError("LBFGS runs the model several times a step and is not predicted; take another optimizer")
         for weight in model.parameters():
             weight.grad = torch.empty_like(weight) if weight.requires_grad else None
         optimizer.step()  # from the second step on, there is momentum
@@ -296,8 +331,8 @@ def _record(model, input_shape, precision, optimizer, device_type):
             return tensor.detach()  # or an op that keeps its own output would keep itself alive
 
         autocast = _autocast(device_type, PRECISIONS[precision], PRECISIONS[precision] is not None)
-        attention = _FusedAttention() if device_type == "cuda" else nullcontext()
-        with seen, attention:
+        kernels = _KernelsOfCuda() if device_type == "cuda" else nullcontext()
+        with seen, kernels:
             seen.phase = "forward"
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), autocast:
                 output = model(batch)
@@ -351,11 +386,13 @@ def predict_memory(build_model, input_shape, precision, optimizer="sgd_momentum"
         its dropout keeps a float mask, its attention with a mask that is learned keeps the softmax.
 
     On "cuda", attention is what Ampere and newer take: flash attention in 16 bits, memory-efficient attention in
-    float32 and with a mask. The reserve that batch norm keeps in channels_last is left out. The optimizer goes through
-    the weights one by one; CUDA's default, foreach, needs more in its step for some (RMSprop, Adam without fused).
+    float32 and with a mask. The reserve that batch norm keeps in channels_last is left out. RNNs are predicted without
+    cuDNN, which keeps other things. The optimizer goes through the weights one by one; CUDA's default, foreach, needs
+    more in its step for some (RMSprop, Adam without fused).
 
     Raises ValueError for an unknown precision, optimizer or device type, for a model that returns no tensor to train
-    on, for reentrant checkpointing, and, on old versions of torch, for an autograd.Function written in Python.
+    on, asks for values, takes whole numbers, or uses sparse gradients, lazy modules or tensors of no module, for LBFGS,
+    for reentrant checkpointing, and, on old versions of torch, for an autograd.Function written in Python.
 
     Examples
     --------

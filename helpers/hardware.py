@@ -39,11 +39,11 @@ GENERATIONS = pd.DataFrame(
 def pick_device():
     """The accelerator that torch sees (CUDA, Apple's MPS, ...), or else the CPU.
 
-    The environment variable HALF_THE_BITS_DEVICE ("cpu", "cuda:1") overrules it. A GPU that this PyTorch has no code
-    for is not picked.
+    The environment variable HALF_THE_BITS_DEVICE ("cpu", "cuda:1") overrules it; ValueError if there is no such device.
+    A GPU that this PyTorch has no code for is not picked.
     """
     if chosen := os.environ.get("HALF_THE_BITS_DEVICE"):
-        return torch.device(chosen)
+        return _named(chosen)
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     if device.type == "cpu" and not torch.backends.cuda.is_built() and (name := _nvidia_gpu()):
         built = f"This PyTorch ({torch.__version__}) was built without CUDA"
@@ -53,6 +53,16 @@ def pick_device():
     name = torch.cuda.get_device_name()
     print(f"This PyTorch has no code for {name}, so the CPU is used. docs/hardware.md names one that has.")
     return torch.device("cpu")
+
+
+def _named(name):
+    """The device of a name such as "cuda:1"."""
+    there, kind = ["cpu"], torch.accelerator.current_accelerator(check_available=True)
+    if kind:
+        there += [kind.type, *(f"{kind.type}:{number}" for number in range(torch.accelerator.device_count()))]
+    if name not in there:
+        raise ValueError(f"HALF_THE_BITS_DEVICE is {name!r}; this machine has {', '.join(there)}. Set one, or unset it.")
+    return torch.device(name)
 
 
 def full_size():
@@ -244,7 +254,7 @@ def commit():
         return subprocess.run(["git", "-C", helpers, *words], capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        if Path(git("rev-parse", "--show-toplevel")) == helpers.parent:
+        if git("rev-parse", "--show-cdup") == "../":  # a path's name may not be text in this locale
             return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", ".", "../notebooks") else "")
     except (OSError, subprocess.CalledProcessError):
         pass

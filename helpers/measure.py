@@ -102,7 +102,8 @@ def compare(arms, device, images, rounds=20, steps=10, drop=2, seed=0):
 
     `arms` maps a name to a function of no argument that does one training step on `images` images. Returns a
     DataFrame with one row a block: round, arm, seconds (of one step). An interrupt, or Jupyter's stop button, ends
-    the measurement and keeps the rounds that were complete.
+    the measurement and keeps the rounds that were complete (`attrs["complete"]` is then False); without one, the
+    interrupt goes on.
     """
     rows, rounds = [], _at_most(rounds)
     with progress(total=rounds * len(arms), desc="Timing", unit="block") as bar:
@@ -117,7 +118,11 @@ def compare(arms, device, images, rounds=20, steps=10, drop=2, seed=0):
                 rows += block
         except KeyboardInterrupt:
             print(f"Interrupted: {len(rows) // len(arms)} of {rounds} rounds are complete and kept.")
-    return pd.DataFrame(rows, columns=["round", "arm", "seconds"])
+            if not rows:
+                raise
+    times = pd.DataFrame(rows, columns=["round", "arm", "seconds"])
+    times.attrs["complete"] = len(times) == rounds * len(arms)
+    return times
 
 
 @dataclass(frozen=True)

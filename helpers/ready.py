@@ -90,6 +90,8 @@ def _installed():
 
 def _install(missing):
     names = ", ".join(missing)
+    if os.environ.get("HALF_THE_BITS_INSTALL") == "no":
+        raise NotReady(f"Missing: {names}. HALF_THE_BITS_INSTALL is no: install them yourself, or unset it.")
     installer = [sys.executable, "-m", "pip", "install", "--retries=1"]
     if not find_spec("pip"):
         installer = [shutil.which("uv"), "pip", "install", f"--python={sys.executable}"]

@@ -5,6 +5,8 @@ import json
 import os
 import re
 import tempfile
+import textwrap
+import uuid
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -55,11 +57,13 @@ def _validator():
     return Draft202012Validator(json.loads(SCHEMA.read_text(encoding="utf-8")))
 
 
-def validate(record, source="This record"):
-    """Raise RecordError, naming `source` and every fault, unless `record` follows `data/record.schema.json`."""
+def validate(record):
+    """Raise RecordError, naming every fault, unless `record` follows `data/record.schema.json`."""
     faults = [f"{fault.json_path}: {fault.message}" for fault in _validator().iter_errors(record)]
     if faults:
-        raise RecordError(f"{source} is refused. Complete it with hardware.manifest(device):\n  " + "\n  ".join(faults))
+        raise RecordError(
+            "This record is refused. Complete it with hardware.manifest(device):\n  " + "\n  ".join(faults)
+        )
 
 
 def save(record):
@@ -81,12 +85,15 @@ def save(record):
     words = [record["when"][:19], record["what"]["experiment"], record["what"]["arm"], record["device"]["name"]]
     name = re.sub(r"[^A-Za-z0-9.]+", "-", " ".join(words))
     path = to / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}.json"
-    unfinished = path.with_suffix(".tmp")
-    with unfinished.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)
+    unfinished = path.with_suffix(f".{uuid.uuid4().hex[:8]}.tmp")  # another process may be writing the same record
+    try:
+        with unfinished.open("x", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
     return path
 
 
@@ -119,14 +126,17 @@ def load(experiment):
 def load_all():
     """All records of the suite and the reader's own, oldest first, as a list of dicts.
 
-    Raises RecordError, naming the file, for one that is not valid.
+    A file that is no valid record is left out; a printed sentence names it and what is wrong with it.
     """
-    records = []
+    records, left_out = [], []
     for path in sorted({path for folder in (RECORDS, save_folder()) for path in folder.glob("*.json")}):
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise RecordError(f"{path} is not JSON ({error}). Delete it or restore it from Git.") from None
-        validate(record, path)
-        records.append(record)
+            json.dumps(record, allow_nan=False)  # loads takes NaN, Infinity and 1e999, which are not JSON
+            validate(record)
+            records.append(record)
+        except (OSError, ValueError, RecursionError) as error:
+            left_out.append(textwrap.shorten(f"{path} is no valid record: {error}", 500))
+    if left_out:
+        print(f"Records left out: {len(left_out)}. Delete or mend each, or restore it from Git:", *left_out, sep="\n  ")
     return sorted(records, key=lambda record: record["when"])

@@ -1,12 +1,12 @@
 """A CUDA GPU, pretended: torch and NVML answer as if it were there, and the CPU computes.
 
-`pytest --pretend "RTX 3090"` pretends one of CARDS. `environment(card, folder)` gives the variables with which any Python
-does: a kernel, torchrun's processes.
+`pytest --pretend "RTX 3090"` pretends one of CARDS. `environment(card, folder)` gives the variables with which any
+Python does: a kernel, torchrun's processes.
 
-Each tensor's storage knows on which side it would lie. So this finds a tensor on the wrong side, `.numpy()` of one on the
-GPU, CUDA in a forked process, a host sync in sync debug mode "error", too little memory, and whatever is wrong in a line
-that only runs with CUDA. It knows nothing of speed, kernels, `torch.compile` (a function stays as it is), CUDA's own lists of
-autocast (tensors get the CPU's), cuDNN and NCCL (Gloo stands in). Fake tensors are left alone.
+Each tensor's storage knows on which side it would lie. So this finds a tensor on the wrong side, `.numpy()` of one on
+the GPU, CUDA in a forked process, a host sync in sync debug mode "error", too little memory, and whatever is wrong in a
+line that only runs with CUDA. It knows nothing of speed, kernels, `torch.compile` (a function stays as it is), CUDA's
+own lists of autocast (tensors get the CPU's), cuDNN and NCCL (Gloo stands in). Fake tensors are left alone.
 """
 
 import importlib.util
@@ -41,18 +41,19 @@ class _WhenImported:
     """Calls a function with a module as soon as it has been imported."""
 
     def __init__(self, install):
-        self.install = install
+        self.install, self.asked = install, None
 
     def find_spec(self, name, path=None, target=None):
-        if name not in self.install:
+        if name not in self.install or name == self.asked:
             return None
-        install = self.install.pop(name)
+        self.asked = name
         spec = importlib.util.find_spec(name)
+        self.asked = None
         execute = spec.loader.exec_module
 
         def execute_and_install(module):
             execute(module)
-            install(module)
+            self.install[name](module)
 
         spec.loader.exec_module = execute_and_install
         return spec
@@ -141,10 +142,10 @@ class Card:
         """Tensor.to: a copy if the tensor changes sides."""
         torch, to = self.torch, self.torch.Tensor.to
         if args and isinstance(args[0], torch.Tensor):  # like another tensor
-            kwargs = {"dtype": args[0].dtype, "device": args[0].device} | kwargs
-            args = args[1:]
-        elif args and not isinstance(args[0], torch.dtype):
-            kwargs, args = {"device": args[0]} | kwargs, args[1:]
+            args = (args[0].device, args[0].dtype, *args[1:])
+        if args and not isinstance(args[0], torch.dtype):
+            names = ("device", "dtype", "non_blocking", "copy")
+            args, kwargs = (), dict(zip(names, args)) | kwargs
         target = kwargs.pop("device", None)
         if target is None:
             return to(tensor, *args, **kwargs)
@@ -240,13 +241,7 @@ class Card:
         """What would reach for a driver, or for a compiler of GPU code."""
         # Tensors are the CPU's: what autocast is told for CUDA must hold for them.
         for name in ("set_autocast_enabled", "set_autocast_dtype"):
-
-            def told(kind, value, real=getattr(torch, name)):
-                real(kind, value)
-                if kind == "cuda" and not self.faking():
-                    real("cpu", value)
-
-            setattr(torch, name, told)
+            setattr(torch, name, self.told_twice(getattr(torch, name)))
 
         def compiled(model=None, *, mode=None, **options):
             if mode not in (None, "default", *torch._inductor.list_mode_options()):
@@ -279,6 +274,14 @@ class Card:
             begin("gloo" if backend == "nccl" else backend, *args, **options)
 
         c10d.init_process_group = torch.distributed.init_process_group = with_gloo
+
+    def told_twice(self, told):
+        def tell(kind, value):
+            told(kind, value)
+            if kind == "cuda" and not self.faking():
+                told("cpu", value)
+
+        return tell
 
     # NVML and the JPEG decoder
 
@@ -356,6 +359,9 @@ class _Stream:
 
     def query(self):
         return True
+
+    def is_capturing(self):
+        return False
 
     def __enter__(self):
         return self

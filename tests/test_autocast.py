@@ -161,7 +161,8 @@ def test_every_registration_has_its_row_and_none_is_unknown():
         assert list(table.columns) == ["op", "overload", "policy"]
         if device_type in ("cuda", "cpu"):
             assert "unknown" not in set(table.policy)
-    assert len(cast_policies("hpu")) == 0  # the dispatcher knows the device type, and nothing is registered
+    for device_type in ("hpu", "xla"):  # the dispatcher knows the device type, and nothing is registered
+        assert len(cast_policies(device_type)) == 0
 
 
 def test_probing_is_quick_and_silent_and_leaves_autocast_as_it_was():
@@ -279,9 +280,30 @@ def test_what_cannot_be_traced_is_refused_in_words():
     layer = torch.nn.Linear(2, 2)
     with pytest.raises(ValueError, match="pass every module and tensor as an argument"):
         trace_casts(lambda x: layer(x), torch.ones(1, 2))
+    elsewhere = torch.nn.Linear(2, 2, device="meta")
+    with pytest.raises(ValueError, match="not on cpu: pass every module and tensor as an argument"):
+        trace_casts(lambda x: elsewhere(x), torch.ones(1, 2), device_type="cpu", dtype=torch.bfloat16)
+    for dtype in (torch.int8, torch.float32):
+        with pytest.raises(ValueError, match=f"casts to torch.float16 or torch.bfloat16, not to {dtype}"):
+            trace_casts(layer, torch.ones(1, 2), dtype=dtype)
     missing = next(name for name in ("mps", "xpu") if not torch.get_device_module(name).is_available())
     with pytest.raises(ValueError, match=f"there is no {missing} device here"):
         trace_casts(layer, torch.ones(1, 2), device_type=missing)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "Expected all tensors to be on the same device, but got mat1 is on cuda:0, different from other tensors on cpu",
+        "Input type (torch.cuda.HalfTensor) and weight type (torch.FloatTensor) should be the same",
+    ],
+)
+def test_what_a_gpu_says_of_a_tensor_elsewhere_is_put_in_words(said):
+    def fails(x):
+        raise RuntimeError(said)
+
+    with pytest.raises(ValueError, match="pass every module and tensor as an argument"):
+        trace_casts(fails, torch.ones(1, 2))
 
 
 def test_tables_do_not_depend_on_where_they_are_asked_for():

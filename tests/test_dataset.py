@@ -1,3 +1,5 @@
+import os
+import struct
 from pathlib import Path
 
 import cv2
@@ -63,7 +65,7 @@ def test_labels_of_any_dtype_and_shape_pass_through(photos):
 
 
 def test_more_classes_than_two(photos):
-    csv = write_csv(photos.parent, [f"a.jpg,photos,{label}" for label in ("0", "4", "2.0")])
+    csv = write_csv(photos.parent, ["a.jpg,photos,0", "b.png,photos,4", "grey.png,photos,2.0"])
     assert load_table(csv, classes=5).label.tolist() == [0, 4, 2]
     with pytest.raises(DatasetError, match="label '4' is not a whole number from 0 to 3"):
         load_table(csv, classes=4)
@@ -74,7 +76,7 @@ def test_items_are_float_rgb_and_label(photos):
     image, label = dataset[1]
     assert image.shape == (3, 512, 384) and image.dtype == torch.float32
     assert label.shape == (1,) and label.dtype == torch.float32 and label.item() == 1
-    assert torch.allclose(image.mean(dim=(1, 2)) * 255, torch.tensor([200.0, 30.0, 10.0]), atol=2)
+    assert torch.equal((image * 255).mean(dim=(1, 2)).round(decimals=2), torch.tensor([200.0, 30.0, 10.0]))
 
 
 def test_own_photographs_of_every_kind_train(photos):
@@ -119,7 +121,7 @@ def test_excel_utf8_and_blank_lines_are_fine(photos):
         ("a.jpg,photos,cat", ["line 2", "a.jpg", "'cat' is not 0 or 1"]),
         ("a.jpg,photos,", ["line 2", "'' is not 0 or 1"]),
         ("a.jpg,photos", ["line 2", "'' is not 0 or 1"]),
-        ("photos,.,1", ["line 2", "does not exist"]),  # a folder is no image
+        ("photos,.,1", ["line 2", "is not an image"]),  # but a folder
         ("x" * 300 + ".jpg,photos,1", ["line 2", "does not exist"]),
         ("passwd,../..,1", ["line 2", "passwd", "leads out of", "absolute path"]),
     ],
@@ -128,6 +130,63 @@ def test_bad_row_names_line_file_and_fix(photos, row, words):
     text = message(write_csv(photos.parent, [row, "b.png,photos,0"]))
     assert all(word in text for word in words), text
     assert "1 bad row" in text
+
+
+def test_a_file_on_two_lines_is_refused_as_it_could_be_trained_on_and_held_out(photos):
+    (photos.parent / "photos/link.jpg").symlink_to("a.jpg")
+    (photos.parent / "linked").symlink_to("photos")
+    rows = ["a.jpg,photos,1", "b.png,photos,0", "a.jpg,photos,0", "a.jpg,linked,1", "link.jpg,./photos,1"]
+    text = message(write_csv(photos.parent, rows))
+    assert "3 bad row(s)" in text and "line 4: a.jpg is the same file as on line 2. Remove one" in text
+    assert "line 5: a.jpg is the same file as on line 2" in text and "line 6: link.jpg is the same file" in text
+
+
+def test_lines_are_counted_as_an_editor_does(photos):
+    rows = ['a.jpg,photos,1,"one', "two\r", 'three"', "b.png,photos,0,", "gone.jpg,photos,1,"]
+    assert "line 6: " in message(write_csv(photos.parent, rows, header="image,path,label,note"))
+
+
+@pytest.mark.parametrize("sign, name", [(";", "semicolons"), ("\t", "tabs")])
+def test_another_separator_is_named(photos, sign, name):
+    photos.write_text(photos.read_text().replace(",", sign))
+    assert f"has {name} between its columns. Save it with commas." in message(photos)
+
+
+def test_a_second_column_of_one_name_is_refused_where_it_matters(photos):
+    assert "read as ['label.1']" in message(write_csv(photos.parent, ["a.jpg,photos,1,0"], "image,path,label,label"))
+    csv = write_csv(photos.parent, ["a.jpg,photos,1,0,0"], "image,path,label,note,note")
+    assert len(load_table(csv)) == 1
+
+
+def test_a_file_that_vanished_after_the_check_is_named(photos):
+    table = load_table(photos)
+    checked = ImageDataset(table, (8, 8))
+    Path(table.file[1]).unlink()
+    for meet in (lambda: checked[1], lambda: ImageDataset(table, (8, 8))):
+        with pytest.raises(DatasetError, match=r"b\.png does not exist"):
+            meet()
+
+
+def test_what_may_not_be_read_is_told_from_what_is_no_image(photos, monkeypatch):
+    def locked(*arguments, **options):
+        raise PermissionError
+
+    with monkeypatch.context() as mode_000:
+        mode_000.setattr(np, "fromfile", locked)
+        mode_000.setattr(os, "access", lambda file, mode: False)
+        assert "a.jpg cannot be read: permission is denied" in message(photos)
+    monkeypatch.setattr(os.path, "isfile", lambda file: False)
+    monkeypatch.setattr(Path, "stat", locked)
+    assert "a.jpg cannot be read: its folder is locked" in message(photos)
+
+
+def test_an_image_too_large_for_memory_is_refused_by_its_header(photos):
+    file = photos.parent / "photos/a.jpg"
+    Image.new("RGB", (4, 4)).save(file, "BMP")
+    content = bytearray(file.read_bytes())
+    content[18:26] = struct.pack("<ii", 30_000, 30_000)  # width and height
+    file.write_bytes(content)
+    assert "a.jpg has more than 200,000,000 pixels. Shrink the image" in message(photos)
 
 
 @pytest.mark.parametrize("content", [b"", b"hello, I am text", "half"])
@@ -168,7 +227,9 @@ def test_bad_size_and_empty_table(photos):
 
 
 def test_one_csv_is_split_the_same_way_every_time(photos):
-    rows = [f"a.jpg,photos,{i % 2}" for i in range(50)]
+    for i in range(50):
+        Image.fromarray(RED).save(photos.parent / "photos" / f"{i}.png")
+    rows = [f"{i}.png,photos,{i % 2}" for i in range(50)]
     csv = write_csv(photos.parent, rows)
     train, held_out = load_pair(csv)
     assert len(train) == 40 and len(held_out) == 10 and held_out.label.mean() == 0.5

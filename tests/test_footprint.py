@@ -340,6 +340,76 @@ def test_what_is_not_known_is_refused(arguments, said):
         predict_memory(nn.Flatten, (2, 3, 2, 2), **arguments)
 
 
+class Recurrent(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.layer, self.head = kind(12, 5, batch_first=True), nn.Linear(5, 1)
+
+    def forward(self, x):
+        return self.head(self.layer(x)[0])
+
+
+@pytest.mark.parametrize(("kind", "gates"), [(nn.LSTM, 4), (nn.GRU, 3), (nn.RNN, 1)])
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "pure_bf16"])
+def test_rnns_are_predicted_without_the_device(kind, gates, precision):
+    estimate = predict_memory(lambda: Recurrent(kind), (4, 7, 12), precision)
+    width = 2 if precision == "pure_bf16" else 4
+    assert estimate.gradients == estimate.parameters == width * (gates * 5 * (12 + 5 + 2) + 5 + 1)
+    steps = 7 * 4 * 5 * (2 if precision != "fp32" else 4)  # the hidden state of each step is kept, and the gates
+    assert sum(estimate.activations.values()) > steps * (gates + 1)
+    assert torch.backends.cudnn.enabled
+
+
+class Doing(nn.Module):
+    """A linear layer, and what the function does with its output and with the batch."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.linear, self.function = nn.Linear(12, 1), function
+
+    def forward(self, x):
+        return self.function(self.linear(x), x)
+
+
+class Lookup(nn.Embedding):
+    def forward(self, x):
+        return super().forward(x.long())
+
+
+ELSEWHERE = torch.ones(12)
+
+
+@pytest.mark.parametrize(
+    ("build", "optimizer", "said"),
+    [
+        (lambda: Doing(lambda y, x: y * x.sum().item()), "sgd", "asks for values, as .item()"),
+        (lambda: Doing(lambda y, x: y if x.sum() > 0 else -y), "sgd", "asks for values"),
+        (lambda: Doing(lambda y, x: y[x[:, 0] > 0]), "sgd", "asks for values"),
+        (lambda: Doing(lambda y, x: y * x.detach().numpy().size), "sgd", "asks for values"),
+        (lambda: nn.Linear(12, 1), torch.optim.Adafactor, "or its optimizer asks for values"),
+        (lambda: Doing(lambda y, x: y * ELSEWHERE), "sgd", "make them attributes of a module"),
+        (lambda: Lookup(9, 1, sparse=True), "sgd", "sparse=False"),
+        (lambda: nn.Embedding(9, 1), "sgd", "takes whole numbers"),
+        (lambda: nn.EmbeddingBag(9, 1), "sgd", "takes whole numbers"),
+        (lambda: nn.Linear(12, 1), torch.optim.LBFGS, "take another optimizer"),
+        (lambda: nn.LazyLinear(1), "sgd", "call the model once"),
+        (lambda: nn.Sequential(nn.Linear(12, 1), nn.LazyBatchNorm1d(affine=False)), "sgd", "call the model once"),
+    ],
+)
+def test_what_cannot_be_predicted_is_refused_in_words(build, optimizer, said):
+    with pytest.raises(ValueError, match=said):
+        predict_memory(build, (2, 12), "fp32", optimizer)
+
+
+@pytest.mark.parametrize("error", [AssertionError, RuntimeError])
+def test_a_models_own_error_is_not_reworded(error):
+    def fail(y, x):
+        raise error("my own")
+
+    with pytest.raises(error, match="my own"):
+        predict_memory(lambda: Doing(fail), (2, 12), "fp32")
+
+
 def test_a_model_with_nothing_to_train_is_refused():
     with pytest.raises(ValueError, match="must return one tensor"):
         predict_memory(lambda: nn.LSTM(12, 1, batch_first=True), (2, 3, 12), "fp32", device_type="cpu")

@@ -1,7 +1,10 @@
 import json
 import os
 import platform
+import re
+import shutil
 import subprocess
+import sys
 from types import SimpleNamespace
 
 import pynvml
@@ -14,9 +17,19 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 def test_device_can_be_chosen(monkeypatch):
-    monkeypatch.setenv("HALF_THE_BITS_DEVICE", "meta")
-    assert hardware.pick_device() == torch.device("meta")
-    monkeypatch.delenv("HALF_THE_BITS_DEVICE")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: CUDA)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    for name in ("cpu", "cuda", "cuda:1"):
+        monkeypatch.setenv("HALF_THE_BITS_DEVICE", name)
+        assert hardware.pick_device() == torch.device(name)
+    for name in ("nonsense", "meta", "cpu:3", "cuda:2"):
+        monkeypatch.setenv("HALF_THE_BITS_DEVICE", name)
+        with pytest.raises(ValueError, match=f"'{name}'; this machine has cpu, cuda, cuda:0, cuda:1. Set one"):
+            hardware.pick_device()
+
+
+def test_without_a_choice_the_accelerator_is_picked(monkeypatch):
+    monkeypatch.delenv("HALF_THE_BITS_DEVICE", raising=False)
     assert hardware.pick_device().type == (torch.accelerator.current_accelerator(check_available=True) or CPU).type
 
 
@@ -95,6 +108,29 @@ def test_commit_is_that_of_git_and_tells_of_changes(monkeypatch):
     assert hardware.commit() in (head, head + "+changes") or not head
     monkeypatch.setenv("PATH", "")
     assert "SHA-256" in hardware.commit() and len(hardware.commit()) > 64
+
+
+def test_commit_is_read_in_a_folder_whose_name_the_locale_cannot_write(tmp_path):
+    suite = tmp_path / "Übung 练习"
+    shutil.copytree(
+        hardware.__file__.rpartition("/")[0], suite / "helpers", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    for words in (
+        ["init", "-q"],
+        ["add", "helpers"],
+        ["-c", "user.name=a", "-c", "user.email=a", "commit", "-qm", "a"],
+    ):
+        subprocess.run(["git", "-C", suite, *words], check=True)
+    plain = os.environ | {
+        "LC_ALL": "C",
+        "PYTHONUTF8": "0",
+        "PYTHONCOERCECLOCALE": "0",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONPATH": str(suite),
+    }
+    code = "from helpers import hardware; print(hardware.commit())"
+    said = subprocess.run([sys.executable, "-c", code], env=plain, capture_output=True, text=True, cwd=tmp_path)
+    assert re.fullmatch(r"[0-9a-f]{40}\n", said.stdout), said.stderr
 
 
 @pytest.mark.parametrize(

@@ -157,6 +157,15 @@ def test_without_pip_and_uv_it_says_so(pip, monkeypatch):
         ready.prepare()
 
 
+def test_nothing_is_installed_where_that_is_switched_off(pip, monkeypatch):
+    monkeypatch.setenv("HALF_THE_BITS_INSTALL", "no")
+    ready.prepare()
+    pip.missing = {"timm", "torchao"}
+    with pytest.raises(ready.NotReady, match=r"^Missing: timm, torchao\. HALF_THE_BITS_INSTALL is no: install them"):
+        ready.prepare()
+    assert not pip.commands
+
+
 def test_what_is_installed_but_not_found_asks_for_a_new_kernel(pip, monkeypatch):
     pip.missing = {"timm"}
     monkeypatch.setattr(ready, "_is_there", lambda need: need.name != "timm")

@@ -96,6 +96,38 @@ def test_a_run_that_takes_too_long_is_ended_with_all_that_it_started(script, tmp
         torchrun(script(CHILD + SLEEP), processes=1, timeout=8)
 
 
+@pytest.fixture
+def started_first(tmp_path, monkeypatch):
+    """A function that makes every Python started from now on run this code first."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return (tmp_path / "sitecustomize.py").write_text
+
+
+def test_what_torchrun_said_last_is_told_when_the_time_is_over(script, started_first):
+    started_first("import sys, time; print('the cause', file=sys.stderr, flush=True); time.sleep(600)")
+    with pytest.raises(TimeoutError, match=r"all its processes were killed. torchrun's last words: the cause$"):
+        torchrun(script(""), timeout=3)
+
+
+def test_a_machine_whose_own_name_no_network_knows_runs(script, started_first):
+    started_first("import socket; socket.getfqdn = lambda *_: 'no-such-host.invalid'")
+    launch = torchrun(script("import os\nprint(os.environ['MASTER_ADDR'])"), processes=1, timeout=60)
+    assert launch.printed == ["localhost\n"]
+
+
+KILLS_TORCHRUN = "import signal\nos.kill(os.getppid(), signal.SIGKILL)\n"
+
+
+def test_where_torchrun_itself_is_killed_its_processes_are_ended(script, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert torchrun(script(CHILD + KILLS_TORCHRUN + SLEEP), processes=1).status == -signal.SIGKILL
+
+
+def test_what_a_process_left_behind_is_ended(script, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert torchrun(script(CHILD), processes=1).status == 0
+
+
 def test_an_interrupted_run_leaves_nothing(script, tmp_path):
     path = script(SLEEP)
     listen = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # a shell's & turns it off
@@ -112,6 +144,11 @@ def test_an_interrupted_run_leaves_nothing(script, tmp_path):
 def test_a_missing_script_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"nothing\.py; run the cell that writes it first"):
         torchrun(tmp_path / "nothing.py")
+
+
+def test_a_run_needs_a_process(script):
+    with pytest.raises(ValueError, match=r"^processes is 0; a run needs 1 or more$"):
+        torchrun(script(""), processes=0)
 
 
 FAILS = """

@@ -133,8 +133,12 @@ def test_interrupt_keeps_the_complete_rounds(capsys):
             raise KeyboardInterrupt
 
     times = measure.compare({"a": step, "b": step}, CPU, images=1, rounds=10, steps=1, drop=0)
-    assert times["round"].tolist() == [0, 0, 1, 1, 2, 2]
+    assert times["round"].tolist() == [0, 0, 1, 1, 2, 2] and not times.attrs["complete"]
     assert "3 of 10 rounds are complete and kept" in capsys.readouterr().out
+    assert measure.compare({"a": step}, CPU, images=1, rounds=1, steps=1, drop=0).attrs["complete"]
+    calls[:] = range(7)
+    with pytest.raises(KeyboardInterrupt):  # nothing to go on with
+        measure.compare({"a": step}, CPU, images=1, rounds=1, steps=1, drop=0)
 
 
 def test_progress_bar_shows_images_per_second(monkeypatch):

@@ -1,6 +1,7 @@
 """A right answer is noted once; a file that cannot be read or written costs a sentence, never an answer."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,48 @@ def test_broken_file_is_named_and_kept(file, capsys):
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith("(Not noted in progress.json: ") and said[1] == "Right. 1 of 2 in this notebook."
     assert file.read_text() == "{"
+
+
+@pytest.mark.parametrize("text", ["[]", "null", '"verdict"', 100_000 * "["])
+def test_json_of_another_form_is_named_and_kept(text, file, capsys):
+    file.write_text(text)
+    check.verdict(say)
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("(Not noted in progress.json: ") and said[1] == "Right. 1 of 2 in this notebook."
+    assert len(check.progress()) == 12
+    assert file.read_text() == text and list(file.parent.iterdir()) == [file]
+
+
+def test_a_full_disk_erases_nothing(file, capsys):
+    resource = pytest.importorskip("resource")
+    passed.note("limits")
+    before, (soft, hard) = file.read_text(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        assert passed.note("rms") == {"limits", "rms"}
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "(Not noted in progress.json: [Errno 27] File too large" in capsys.readouterr().out
+    assert file.read_text() == before and list(file.parent.iterdir()) == [file]
+
+
+def test_what_several_notebooks_note_at_once_is_all_kept(file, capsys):
+    names = [f"exercise {number}" for number in range(160)]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(passed.note, names))
+    assert capsys.readouterr().out == "" and set(passed.passed()) == set(names)
+    assert list(file.parent.iterdir()) == [file]
+
+
+def test_what_a_killed_process_left_is_named(file, capsys, monkeypatch):
+    monkeypatch.setattr(passed.time, "sleep", lambda seconds: None)
+    left = file.with_name("progress.json.new")
+    left.touch()
+    check.verdict(say)
+    assert f"{left} is there. If no other notebook is writing it, delete it" in capsys.readouterr().out
+    left.unlink()
+    check.verdict(say)
+    assert capsys.readouterr().out == "Right. 1 of 2 in this notebook.\n" and "verdict" in passed.passed()
 
 
 def test_unwritable_place_costs_one_sentence(tmp_path, monkeypatch, capsys):

@@ -6,6 +6,8 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -105,13 +107,63 @@ def test_a_folder_that_is_not_there_yet_can_be_written_where_its_parent_can(tmp_
     assert not records._is_writable(tmp_path / "new" / "deep")
 
 
-def test_broken_file_is_named(folder):
-    (folder / "cut.json").write_text('{"schema": 1,')
-    with pytest.raises(records.RecordError, match=r"cut\.json is not JSON"):
-        records.load_all()
-    (folder / "cut.json").write_text('{"schema": 1}')
-    with pytest.raises(records.RecordError, match=r"cut\.json is refused"):
-        records.load_all()
+@pytest.fixture
+def good(folder):
+    """A record as JSON, which has one 0.25, and lies in the folder beside what a test writes."""
+    return records.save(a_record(block_seconds=[0.25])).read_text()
+
+
+def is_left_out(path, cause, capsys):
+    """Whether only the good record is loaded from the folder, and a printed sentence names the path and the cause."""
+    assert len(records.load("test")) == 1
+    first, *named = capsys.readouterr().out.splitlines()
+    assert first == "Records left out: 1. Delete or mend each, or restore it from Git:"
+    return len(named) == 1 and named[0].startswith(f"  {path} is no valid record: ") and cause in named[0]
+
+
+@pytest.mark.parametrize(
+    "text, cause",
+    [
+        ('{"schema": 1,', "Expecting property name"),
+        ('{"schema": 1}', "$: 'kind' is a required property"),
+        ("[]", "[] is not of type 'object'"),
+        (100_000 * "[" + 100_000 * "]", "while decoding a JSON array"),
+        (b"\xff", "can't decode byte 0xff"),
+    ],
+)
+def test_a_broken_file_is_named_and_stops_no_other(text, cause, folder, good, capsys):
+    path = folder / "broken.json"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert is_left_out(path, cause, capsys)
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999"])
+def test_a_number_that_cannot_be_saved_is_not_loaded(number, folder, good, capsys):
+    (folder / "other.json").write_text(good.replace("0.25", number))
+    assert is_left_out(folder / "other.json", "not JSON compliant", capsys)
+
+
+def test_a_folder_or_a_dangling_link_is_no_record(folder, good, capsys):
+    (folder / "x.json").mkdir()
+    assert is_left_out(folder / "x.json", "directory", capsys)
+    (folder / "x.json").rmdir()
+    (folder / "x.json").symlink_to("nowhere")
+    assert is_left_out(folder / "x.json", "No such file", capsys)
+
+
+def test_all_that_is_left_out_is_counted_and_named_at_once(folder, capsys):
+    for name in ("a.json", "b.json"):
+        (folder / name).write_text("{")
+    assert records.load_all()
+    first, *named = capsys.readouterr().out.splitlines()
+    assert first.startswith("Records left out: 2.") and len(named) == 2
+
+
+def test_records_come_oldest_first_whatever_their_files_are_called(folder):
+    for name, year in ("c", 2021), ("a", 2022), ("b", 2020):
+        record = a_record() | {"when": f"{year}-01-01T00:00:00+00:00"}
+        records.save(record).rename(folder / f"{name}.json")
+    assert [record["when"][:4] for record in records.load("test")] == ["2020", "2021", "2022"]
 
 
 def test_published_figures_are_labelled_as_such(company):
@@ -161,6 +213,24 @@ def test_writer_killed_in_the_middle_leaves_only_whole_records(folder):
     writer.wait()
     assert len(list(folder.glob("*.tmp"))) == 1, "the writer was killed in the middle of its second record"
     assert len([r for r in records.load_all() if r["what"]["experiment"] == "killed"]) == 1
+
+
+def test_identical_records_saved_at_once_do_not_collide(folder, monkeypatch):
+    both = threading.Barrier(2)
+    monkeypatch.setattr(records.os, "fsync", lambda file: both.wait(10))
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(records.save, 2 * [a_record()])
+    assert first == second and list(folder.iterdir()) == [first]
+
+
+def test_a_full_disk_leaves_nothing_half_written(folder, monkeypatch):
+    def full(file):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(records.os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        records.save(a_record())
+    assert not list(folder.iterdir())
 
 
 def test_images_a_second_in_the_results_are_those_on_record(company):

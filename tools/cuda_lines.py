@@ -1,6 +1,6 @@
-"""Which lines behind a CUDA condition have run, of helpers and notebooks.
+"""Which statements behind a CUDA condition have run, of helpers and notebooks.
 
-uv run pytest --pretend "RTX 3090" --lines FOLDER         # or --gpu, on a real card; any number of times
+uv run pytest --pretend "RTX 3090" --lines FOLDER notebooks        # or --gpu, on a real card; any number of times
 uv run python -m tools.cuda_lines FOLDER --at-least 95
 """
 
@@ -13,13 +13,18 @@ from pathlib import Path
 import coverage
 import nbformat
 from ipykernel.compiler import get_file_name
+from IPython import get_ipython
+from IPython.core.inputtransformer2 import TransformerManager
 
 ROOT = Path(__file__).resolve().parent.parent
-# A condition or a line that says one of these is about CUDA.
-SAYS_CUDA = re.compile(
-    r"\bCUDA\b|\bCOMPILE\b|\bFP8_UNITS\b|\bgpus\b|\"cuda\"|\"TF32\"|torch\.cuda\.|pynvml\.nvml|on_gpu"
+# A condition that says one of these is about CUDA; so is a statement that calls torch.cuda or NVML.
+CONDITION = re.compile(
+    r"\b(CUDA|COMPILE|FP8_UNITS|gpus|decoder\.type|device\.type|device_type|capability|hip)\b|'TF32'|native\["
 )
-WITHOUT = re.compile(r"\bnot\b(?! only)|!= \"cuda\"|== \"cpu\"|\bnot_here\b")
+CALL = re.compile(r"\b(torch\.cuda|pynvml\.nvml)")
+WITHOUT = re.compile(r"\bnot (CUDA|gpus|COMPILE)\b|!= 'cuda'|== 'cpu'|== 'mps'")
+# Why a statement has not run on a pretended GPU, by words in it.
+REASONS = {}
 
 
 def variables(folder):
@@ -33,23 +38,76 @@ def variables(folder):
 
 def trace(folder):
     """In a kernel: note the lines that run, after each cell, as nobody lets a kernel end in peace."""
-    from IPython import get_ipython
-
-    noted = coverage.Coverage(
-        data_file=Path(folder, "lines"), data_suffix=True, include=[f"{ROOT}/helpers/*", "*/ipykernel_*"]
-    )
+    include = [f"{ROOT}/helpers/*", "*/ipykernel_*"]
+    noted = coverage.Coverage(data_file=Path(folder, "lines"), data_suffix=True, include=include)
     noted.start()
     get_ipython().events.register("post_run_cell", lambda result: noted.save())
 
 
-def has_run(folder):
-    """The numbers of the lines that ran, by file name; cells by the name that IPython gives them."""
-    data = coverage.CoverageData(Path(folder, "all"))
-    for path in Path(folder).glob("lines.*"):
-        part = coverage.CoverageData(path)
-        part.read()
-        data.update(part)
+def lines_run(folder):
+    """The numbers of the lines that ran, by the name of the file; cells have the names that IPython gives them."""
     lines = {}
-    for file in data.measured_files():
-        lines.setdefault(Path(file).name, set()).update(data.lines(file))
+    for path in Path(folder).glob("lines.*"):
+        data = coverage.CoverageData(path)
+        data.read()
+        for file in data.measured_files():
+            lines.setdefault(Path(file).name, set()).update(data.lines(file))
     return lines
+
+
+def sources():
+    """All code of helpers and notebooks: rows of (where, the file's name in a run, source)."""
+    for path in sorted(ROOT.glob("helpers/*.py")):
+        yield str(path.relative_to(ROOT)), path.name, path.read_text(encoding="utf-8")
+    for path in sorted(ROOT.glob("notebooks/*.ipynb")):
+        for number, cell in enumerate(nbformat.read(path, as_version=4).cells):
+            if cell.cell_type == "code" and not cell.source.startswith("%%"):
+                code = TransformerManager().transform_cell(cell.source)
+                yield f"{path.name}, cell {number}", Path(get_file_name(cell.source)).name, code
+
+
+def about_cuda(block, inside=False):
+    """The statements of a block, and of the blocks in it, that run only with CUDA or ask for it."""
+    for statement in block:
+        compound = hasattr(statement, "body")
+        if inside or (not compound and CALL.search(ast.unparse(statement))):
+            yield statement
+        condition = ast.unparse(statement.test) if isinstance(statement, ast.If) else ""
+        asks, without = CONDITION.search(condition), WITHOUT.search(condition)
+        yield from about_cuda(getattr(statement, "body", []), inside or (asks and not without))
+        yield from about_cuda(getattr(statement, "orelse", []), inside or (asks and without))
+        for handler in getattr(statement, "handlers", []):
+            yield from about_cuda(handler.body, inside)
+        yield from about_cuda(getattr(statement, "finalbody", []), inside)
+        if asks and without and isinstance(statement.body[-1], ast.Return | ast.Raise | ast.Continue):
+            inside = True  # the rest of the block is what the guard lets through
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--at-least", type=float, default=0, help="percent; fewer is an error")
+    options = parser.parse_args()
+    run, have, missed = lines_run(options.folder), 0, []
+    for where, name, source in sources():
+        for statement in about_cuda(ast.parse(source).body):
+            lines = range(
+                statement.lineno, (statement.body[0].lineno if hasattr(statement, "body") else statement.end_lineno + 1)
+            )
+            if run.get(name, set()).intersection(lines):
+                have += 1
+            else:
+                missed.append((where, source.splitlines()[statement.lineno - 1].strip()))
+    share = 100 * have / (have + len(missed))
+    print(
+        f"Statements behind a CUDA condition that have run: {have} of {have + len(missed)} ({share:.1f}%). The others:"
+    )
+    for where, line in missed:
+        because = next((reason for words, reason in REASONS.items() if words in line), "NO REASON IS GIVEN")
+        print(f"  {where}: {line[:80]}\n      {because}")
+    if share < options.at_least:
+        raise SystemExit(f"{share:.1f}% is less than {options.at_least}%")
+
+
+if __name__ == "__main__":
+    main()

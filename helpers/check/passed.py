@@ -3,9 +3,12 @@
 import datetime
 import json
 import os
+import time
 from pathlib import Path
 
 import pandas as pd
+
+TROUBLE = OSError, ValueError, RecursionError  # of a file that is out of reach, no JSON, or nested without end
 
 
 def place():
@@ -16,9 +19,12 @@ def place():
 def passed():
     """The day of the first right answer, as "2026-11-21", by the name of the exercise; empty where there is no file."""
     try:
-        return json.loads(place().read_text(encoding="utf-8"))
+        days = json.loads(place().read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
+    if not isinstance(days, dict):
+        raise ValueError("it holds no days by the names of exercises")
+    return days
 
 
 def note(name):
@@ -30,11 +36,36 @@ def note(name):
     try:
         days = passed()
         if name not in days:
-            days[name] = datetime.date.today().isoformat()
-            place().write_text(json.dumps(days, indent=1) + "\n", encoding="utf-8")
-    except (OSError, ValueError) as error:
+            days = _write(name)
+    except TROUBLE as error:
         print(f"(Not noted in {place().name}: {error}. HALF_THE_BITS_PROGRESS can name another file.)")
     return {*days, name}
+
+
+def _write(name):
+    """Add a name to the file, which a new one replaces, whole. Others wait as long as the new one lies beside it."""
+    file = place().resolve()
+    new = file.with_name(f"{file.name}.new")
+    writing = _made(new)
+    try:
+        with writing:
+            days = {name: datetime.date.today().isoformat()} | passed()
+            writing.write(json.dumps(days, indent=1) + "\n")
+        new.replace(file)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
+    return days
+
+
+def _made(path):
+    """A file, made here and opened. Where another process has made it, wait until it is gone, 5 s at most."""
+    for _ in range(500):
+        try:
+            return path.open("x", encoding="utf-8")
+        except FileExistsError:
+            time.sleep(0.01)
+    raise FileExistsError(f"{path} is there. If no other notebook is writing it, delete it")
 
 
 def table(exercises):
@@ -44,7 +75,7 @@ def table(exercises):
     """
     try:
         days = passed()
-    except (OSError, ValueError) as error:
+    except TROUBLE as error:
         print(f"{place().name} cannot be read: {error}. To begin anew, delete it.")
         days = {}
     rows = {}
