@@ -270,13 +270,14 @@ def _rows(fn, args, device_type, dtype):
 _ELSEWHERE = "to FakeTensors first", "same device", "expected device", "weight type (torch.FloatTensor)"
 
 
-def trace_casts(fn, *args, device_type="cuda", dtype=torch.float16):
+def trace_casts(fn, *args, device_type="cuda", dtype=torch.float16, fake=None):
     """Run `fn(*args)`, a forward pass, once under autocast, and tell op by op what was cast.
 
     fn: a module, or a function that finds the modules and tensors that it works on among its arguments.
     args: modules, tensors, containers of tensors. Copies of them are made on the device, so they stay as they are.
-    device_type: if there is no such device, the copies are fake tensors: the dtypes are right, nothing is computed.
-        RNNs then run without cuDNN. With cuDNN they copy their weights into one buffer, which is not seen as casts.
+    device_type: if there is no such device, or if `fake` asks for it, the copies are fake tensors: the dtypes are
+        right, nothing is computed. RNNs then run without cuDNN. With cuDNN they copy their weights into one buffer,
+        which is not seen as casts.
 
     Returns a DataFrame, a row an op in the order of running: `op` ("aten::convolution"), `inputs` and `output` (their
     dtypes), `casts` (what autocast put in front of it, "weight float32 -> float16; ..."), `cast_bytes` (read and
@@ -294,7 +295,8 @@ def trace_casts(fn, *args, device_type="cuda", dtype=torch.float16):
     """
     if dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(f"autocast casts to torch.float16 or torch.bfloat16, not to {dtype}")
-    fake = device_type != "cpu" and not torch.get_device_module(device_type).is_available()
+    if fake is None:
+        fake = device_type != "cpu" and not torch.get_device_module(device_type).is_available()
     if fake and device_type != "cuda":
         raise ValueError(f"there is no {device_type} device here; without one, only cuda and cpu can be traced")
     with FakeTensorMode() if fake else nullcontext():

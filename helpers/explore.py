@@ -26,16 +26,16 @@ STYLE = """.vega-embed{max-width:760px}.vega-embed svg.marks{max-width:100%;heig
 .vega-bind input[type=range]{flex:1;min-width:6rem}
 .vega-bind label>span:last-child{min-width:2.5em;text-align:right}.vega-bind-radio{display:flex;gap:.6em}"""
 EMBED = {"actions": False, "renderer": "svg", "defaultStyle": STYLE}
-INK = "currentColor"  # follows the page's theme; black in the picture
-INKED = dict.fromkeys(("labelColor", "titleColor", "domainColor", "tickColor", "gridColor"), INK)
-CONFIG = {
+INKED = dict.fromkeys(("labelColor", "titleColor", "domainColor", "tickColor"), NEUTRAL)
+CONFIG = {  # the look of helpers.plots
     "background": "transparent",
+    "font": "sans-serif",
     "view": {"stroke": None},
-    "axis": INKED | {"gridOpacity": 0.2, "labelFontSize": 12, "titleFontSize": 13},
-    "legend": {"labelColor": INK, "titleColor": INK, "labelFontSize": 12, "orient": "bottom", "title": None},
-    "title": {"color": INK, "anchor": "start", "fontSize": 14},
-    "text": {"color": INK, "fontSize": 15, "align": "left", "baseline": "top"},
-    "rule": {"color": INK},
+    "axis": INKED | {"grid": False, "labelFontSize": 12, "titleFontSize": 13, "titleFontWeight": "normal"},
+    "legend": {"labelColor": NEUTRAL, "labelFontSize": 12, "orient": "bottom", "title": None},
+    "title": {"color": NEUTRAL, "anchor": "start", "fontSize": 14},
+    "text": {"color": NEUTRAL, "fontSize": 15, "align": "left", "baseline": "top"},
+    "rule": {"color": NEUTRAL},
 }
 VEGA_LITE = "application/vnd.vegalite.v5+json"
 
@@ -66,14 +66,14 @@ def show(chart, text):
 
 
 def _picture(spec):
-    """The chart's first state as PNG of few colours; None where vl-convert is not installed: it takes 84 MB."""
+    """The chart's first state as PNG, packed tightly; None where vl-convert is not installed: it takes 84 MB."""
     try:
         import vl_convert
     except ImportError:
         return None
-    png = vl_convert.vegalite_to_png(spec | {"background": "white"}, vl_version="5.8", scale=2)
+    png = vl_convert.vegalite_to_png(spec, vl_version="5.8", scale=2)
     file = io.BytesIO()
-    Image.open(io.BytesIO(png)).convert("RGB").quantize(64).save(file, "PNG", optimize=True)
+    Image.open(io.BytesIO(png)).save(file, "PNG", optimize=True)
     return file.getvalue()
 
 
@@ -139,15 +139,16 @@ def steps(run, title, interval):
     data["head"] = (
         "step " + data.step.astype(str) + ": the loss is multiplied by 2^" + data.log2.astype(int).astype(str)
     )
-    step = slider("step", "step ", list(data.step), 0)
+    step = slider("step", "step ", list(data.step), int(data.step.iloc[-1]))
     base = alt.Chart(data[["step", "log2", "fate", "says", "head"]])
     past = base.transform_filter("datum.step <= step")
     x = alt.X("step:Q", scale=alt.Scale(domain=[0, len(data)], nice=False))
     y = alt.Y("log2:Q", title="log2 of the scale", scale=alt.Scale(zero=False))
-    color = alt.Color("fate:N", scale=alt.Scale(range=[COLORS["normal"], COLORS["overflows"]]), legend=None)
-    line = past.mark_line(interpolate="step-after", color=INK, strokeWidth=2).encode(x, y)
-    ahead = base.mark_line(interpolate="step-after", color=NEUTRAL, opacity=0.4).encode(x, y)
-    shape = alt.Shape("fate:N", scale=alt.Scale(range=["circle", "triangle-down"]), legend=None)
+    names = ["normal", "overflows"]
+    color = alt.Color("fate:N", scale=alt.Scale(domain=names, range=[COLORS[name] for name in names]), legend=None)
+    line = past.mark_line(interpolate="step-after", color=NEUTRAL, strokeWidth=2).encode(x, y)
+    ahead = base.mark_line(interpolate="step-after", color=NEUTRAL, strokeWidth=1, strokeDash=[2, 3]).encode(x, y)
+    shape = alt.Shape("fate:N", scale=alt.Scale(domain=names, range=["circle", "triangle-down"]), legend=None)
     dots = past.mark_point(filled=True, size=60, opacity=1).encode(x, y, color=color, shape=shape)
     now = alt.Chart(data[["step", "says", "head"]]).transform_filter("datum.step == step")
     words = [now.mark_text(x=0, y=-44 + 20 * row).encode(text=name) for row, name in enumerate(("head", "says"))]
@@ -166,7 +167,8 @@ def drawn_runs(runs, title, start):
         name = f"{weight:g} {k}"
         pixels = (15 * pictures.nan_to_num(1.0).clamp(0, 1)).round().int().permute(1, 0, 2).flatten().tolist()
         end = f"ends at {losses[-1]:.3f}" if np.isfinite(losses[-1]) else "is not finite"
-        rows.append({"run": name, "pixels": "".join(f"{pixel:x}" for pixel in pixels), "says": f"the loss {end}"})
+        says = f"weight {weight:g}, scale 2^{k}: the loss {end}"
+        rows.append({"run": name, "pixels": "".join(f"{pixel:x}" for pixel in pixels), "says": says})
         every = max(1, len(losses) // 25)
         drawn = [(step, round(losses[step], 4)) for step in range(0, len(losses), every)]
         curves += [(name, step, loss) for step, loss in drawn if np.isfinite(loss)]
@@ -223,10 +225,9 @@ def calculator(parts, cards, title):
         order="order:Q",
     )
     total = base.transform_aggregate(total="sum(GiB)").transform_calculate(room=f"({json.dumps(cards)})[card]")
-    says = (
-        "format(datum.total, '.1f') + ' GiB of ' + datum.room + (datum.total > datum.room ? ': too much' : ': it fits')"
-    )
-    words = total.transform_calculate(says=says).mark_text(x=0, y=-18, fontWeight="bold").encode(text="says:N")
+    says = "model + ', ' + precision + ', ' + batch + ' images, ' + card + ': ' + format(datum.total, '.1f') + ' of '"
+    says += " + datum.room + ' GiB, ' + (datum.total > datum.room ? 'too much' : 'it fits')"
+    words = total.transform_calculate(says=says).mark_text(x=0, y=-18, fontSize=13).encode(text="says:N")
     rule = total.mark_rule(strokeDash=[6, 3], strokeWidth=2).encode(x=alt.X("room:Q", title="GiB"))
     chart = alt.layer(bars, rule, words).add_params(*pick.values()).properties(width=WIDTH, height=70)
     chart = chart.properties(title=alt.TitleParams(title, offset=24))
@@ -241,22 +242,22 @@ def verdicts(intervals, title, margins, start):
     """
     margin = slider("margin", "margin: so many percent more errors ", margins, start)
     names = ["not worse", "undecided", "worse"]
-    colors = alt.Scale(domain=names, range=[COLORS["normal"], NEUTRAL, COLORS["becomes 0"]])
+    colors = alt.Scale(domain=names, range=[color_of(name) for name in names])
     limit = alt.Chart(pd.DataFrame({"one": [1]})).transform_calculate(limit="1 + margin / 100")
     line = limit.mark_rule(strokeDash=[6, 3]).encode(y="limit:Q")
-    words = limit.transform_calculate(says="'margin ' + margin + '%'").mark_text(
-        x=WIDTH // 2 - 120, dy=-18, fontSize=12
-    )
+    words = limit.transform_calculate(says="'dashed: margin ' + margin + '%'")
+    words = words.mark_text(x=WIDTH // 2 - 40, y=0, align="right", fontSize=12).encode(text="says:N")
     panels = []
     for arm, rows in intervals.round(4).groupby("arm", sort=False):
         base = alt.Chart(rows).transform_calculate(
             verdict="datum.high < 1 + margin / 100 ? 'not worse' : datum.low > 1 + margin / 100 ? 'worse' : 'undecided'"
         )
-        x = alt.X("seeds:Q", title="seeds in each arm", scale=alt.Scale(nice=False))
+        scale = alt.Scale(domain=[0, int(rows.seeds.max()) + 2], nice=False)  # room for the last interval
+        x = alt.X("seeds:Q", title="seeds in each arm", scale=scale)
         y = alt.Y("low:Q", title="errors, FP32 = 1", scale=alt.Scale(zero=False))
-        bands = base.mark_rule(strokeWidth=4).encode(x, y, y2="high:Q", color=alt.Color("verdict:N", scale=colors))
-        dots = base.mark_point(filled=True, color=INK, size=18, opacity=1).encode(x, y="value:Q")
-        panel = alt.layer(bands, dots, line, words.encode(y="limit:Q", text="says:N"))
+        bands = base.mark_rule(strokeWidth=6).encode(x, y, y2="high:Q", color=alt.Color("verdict:N", scale=colors))
+        dots = base.mark_point(filled=True, color="black", size=18, opacity=1).encode(x, y="value:Q")
+        panel = alt.layer(bands, dots, line, words)
         panels.append(panel.properties(title=arm, width=WIDTH // 2 - 40, height=200))
     chart = alt.hconcat(*panels).resolve_scale(y="shared").add_params(margin).properties(title=title)
     show(chart, f"Intervals by the number of seeds, with a slider: {title}. The slider moves the margin.")
@@ -323,7 +324,7 @@ def walk(paths, unit, title, start):
     ends = {"domainMin": alt.expr(f"{first[0]} - {2 * len(first)} * update * {unit}")}
     ends["domainMax"] = alt.expr(f"{first[0]} + 2 * update * {unit}")
     scale = alt.Scale(nice=False, zero=False, **ends)
-    x = alt.X("number:Q", title="weight", scale=scale, axis=alt.Axis(grid=False, tickCount=6, format=".4f"))
+    x = alt.X("number:Q", title="weight", scale=scale, axis=alt.Axis(tickCount=6, format=".4f"))
     color = alt.Color(
         "format:N", scale=alt.Scale(domain=formats, range=[color_of(name) for name in formats]), legend=None
     )
@@ -357,7 +358,7 @@ def timeline(rows, parts, inputs, title):
 
     `rows`: a DataFrame, one row a busy time, with columns `part`, `work`, `step`, `start` and `end` (ms), and one for
     each of `inputs`, a dict of the words beside the input by column. `parts` are named from top to bottom; the last is
-    the device: where it is idle, its line is red.
+    the device: where it is idle, its line is light red.
     """
     work, device = list(dict.fromkeys(rows.work)), parts[-1]
     chosen = [choice(name, text, list(dict.fromkeys(rows[name])), rows[name].iloc[0]) for name, text in inputs.items()]
@@ -365,16 +366,16 @@ def timeline(rows, parts, inputs, title):
     base = base.transform_filter(" && ".join(f"datum.{name} == {name}" for name in inputs))
     x = alt.X("start:Q", title="ms", scale=alt.Scale(domain=[0, float(rows.end.max())], nice=False))
     y = alt.Y("part:N", title=None, scale=alt.Scale(domain=parts))
-    shades = [NEUTRAL, "#9a9a9a", COLORS["normal"], COLORS["becomes 0"]]
+    shades = ["#9a9a9a", "#c4c4c4", COLORS["normal"], "#eba79e"]  # light enough for dark digits
     color = alt.Color("work:N", scale=alt.Scale(domain=[*work, "idle"], range=shades))
     mine = base.transform_filter(f"datum.part == '{device}'")
     mine = mine.transform_aggregate(end="max(end)", first="min(end)", steps="count()", length="mean(length)")
     mine = mine.transform_calculate(start="0", part=f"'{device}'", work="'idle'")
     mine = mine.transform_calculate(pace="(datum.end - datum.first) / (datum.steps - 1)")
-    idle = mine.mark_bar(opacity=0.6).encode(x, y, x2="end:Q", color=color)
+    idle = mine.mark_bar().encode(x, y, x2="end:Q", color=color)
     bars = base.mark_bar(stroke="white", strokeWidth=1).encode(x, y, x2="end:Q", color=color)
     middle = base.transform_calculate(start="(datum.start + datum.end) / 2")
-    numbers = middle.mark_text(align="center", baseline="middle", fontSize=11, color="white")
+    numbers = middle.mark_text(align="center", baseline="middle", fontSize=11, color="black")
     pace = "format(datum.pace, '.1f') + ' ms a step; the device works '"
     mine = mine.transform_calculate(says=f"{pace} + format(datum.length / datum.pace, '.0%') + ' of the time'")
     words = mine.mark_text(x=0, y=-22, fontWeight="bold").encode(text="says:N")

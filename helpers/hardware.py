@@ -61,7 +61,8 @@ def _named(name):
     if kind:
         there += [kind.type, *(f"{kind.type}:{number}" for number in range(torch.accelerator.device_count()))]
     if name not in there:
-        raise ValueError(f"HALF_THE_BITS_DEVICE is {name!r}; this machine has {', '.join(there)}. Set one, or unset it.")
+        has = ", ".join(there)
+        raise ValueError(f"HALF_THE_BITS_DEVICE is {name!r}; this machine has {has}. Set one of these, or unset it.")
     return torch.device(name)
 
 

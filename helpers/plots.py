@@ -6,7 +6,6 @@ import base64
 import io
 import textwrap
 from itertools import cycle
-from operator import itemgetter
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -39,7 +38,7 @@ COLORS = {
 # What arms, dtypes and columns are called; of two names in one, the first in this list counts.
 NAMES = {"tf32": "tf32", "bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16", "AMP": "fp16"}
 NAMES |= {"fp32": "fp32", "float32": "fp32", "fp8": "fp8", "e4m3": "fp8", "e5m2": "fp8", "fp4": "fp4", "e2m1": "fp4"}
-NAMES |= {name: name for name in COLORS} | {"momentum": "optimizer"}
+NAMES |= {name: name for name in COLORS} | {"momentum": "optimizer", "not worse": "normal", "worse": "becomes 0"}
 NEUTRAL = "#767676"  # all else, and text; an arm that has decided nothing
 HATCHES = ["", "//", "..", "xx", "--"]
 in_style = plt.rc_context(  # around each function that draws
@@ -97,10 +96,10 @@ def _show(figure, what, values):
 
 
 def _mark(axes, marks):
-    """Dashed vertical lines at places on x, by the words that stand beside each."""
+    """Dashed vertical lines at places on x, by the words above each: dark and white, to be seen on bars and pages."""
     for text, place in marks.items():
-        axes.axvline(place, color=NEUTRAL, linewidth=1, linestyle="--")
-        axes.annotate(f" {text}", (place, 1), xycoords=("data", "axes fraction"), va="top", color=NEUTRAL)
+        axes.axvline(place, color="#333333", gapcolor="white", linewidth=1, linestyle="--")
+        axes.annotate(text, (place, 1), (0, 2), ("data", "axes fraction"), "offset points", ha="center", va="bottom")
 
 
 def _mark_powers(axes):
@@ -124,28 +123,30 @@ def _shade(axes, regions):
 
 def _name_ends(axes, lines):
     """The name of each line in its colour, right of its end, `{name: (x, y)}`; names that would touch move apart."""
-    height = axes.transData.transform
-    ends = {name: axes.transAxes.inverted().transform(height(end))[1] for name, end in lines.items()}
+    axes.autoscale_view()  # now, or a later change of the limits moves the lines away from their names
+    ends = {name: axes.transAxes.inverted().transform(axes.transData.transform(end)) for name, end in lines.items()}
+    last = max(x for x, _ in ends.values())
     above = -np.inf
-    for name, place in sorted(ends.items(), key=itemgetter(1)):
-        above = max(place, above + 0.25 / axes.figure.get_figheight())
-        at = {"xy": (1.01, above), "xycoords": "axes fraction", "va": "center", "annotation_clip": False}
-        axes.annotate(name, color=color_of(name), **at)
+    for name, (x, y) in sorted(ends.items(), key=lambda end: end[1][1]):
+        above = max(y, above + 0.25 / axes.figure.get_figheight())
+        at = {"xy": (1.01 if x == last else x + 0.01, above), "xycoords": "axes fraction", "va": "center"}
+        axes.annotate(name, color=color_of(name), annotation_clip=False, **at)
 
 
 @in_style
-def bars(values, title, unit, low=None, high=None, reference=None):
+def bars(values, title, unit, low=None, high=None, reference=None, named="", kinds=None):
     """Horizontal bars of a Series, each labelled with its number; `low` and `high` (Series) add intervals.
 
-    A bar that names a format has its colour. `reference` draws a vertical line, 1 for instance where the values are
-    ratios. A bar whose interval contains it has decided nothing: it is grey and hatched.
+    A bar that names a format has its colour; `kinds`, a word a bar, says otherwise what each is. `reference` draws a
+    vertical line, `named` so: 1 for instance where the values are ratios. A bar whose interval contains it has decided
+    nothing: it is light and hatched.
 
     Examples
     --------
     >>> bars(pd.Series({"FP32": 1.0, "bf16": 1.6}), "bf16 is 1.6 times as fast", "FP32 = 1")  # doctest: +SKIP
     """
     axes = _axes(title, height=0.9 + 0.42 * len(values))
-    colors = [color.replace(NEUTRAL, "#9a9a9a") for color in map(color_of, values.index)]
+    colors = [color.replace(NEUTRAL, "#9a9a9a") for color in map(color_of, values.index if kinds is None else kinds)]
     hatches = [""] * len(values)
     words = {name: f"{value:,.3g}" for name, value in values.items()}
     if low is not None:
@@ -154,16 +155,15 @@ def bars(values, title, unit, low=None, high=None, reference=None):
         undecided = (low <= reference) & (reference <= high)
         colors = ["0.75" if grey else color for grey, color in zip(undecided, colors)]
         hatches = ["//" if grey else "" for grey in undecided]
-        unit += f"; grey: the interval contains {reference:g}" if undecided.any() else ""
+        unit += f"; hatched: the interval contains {reference:g}" if undecided.any() else ""
     error = None if low is None else [(values - low).clip(lower=0), (high - values).clip(lower=0)]
     look = {"color": colors, "hatch": hatches, "ecolor": "#4a4a4a", "edgecolor": "white", "linewidth": 0}
     axes.barh(values.index, values, xerr=error, capsize=4, height=0.65, **look)
-    ends = values if high is None else high
+    ends = (values if high is None else high).clip(lower=reference)  # no number on the line
     for row, (value, end) in enumerate(zip(values, ends)):
         axes.annotate(f"{value:,.3g}", (end, row), xytext=(6, 0), textcoords="offset points", va="center")
-    if reference is not None:
-        axes.axvline(reference, color=NEUTRAL, linewidth=1, linestyle="--")
-    axes.set(xlabel=unit, xlim=(0, 1.15 * max(ends)))
+    _mark(axes, {} if reference is None else {named: reference})
+    axes.set(xlabel=textwrap.fill(unit, 56), xlim=(0, 1.15 * max(ends)))
     axes.invert_yaxis()
     _show(axes.figure, f"Bar chart: {title}. {unit}", words)
 
@@ -190,9 +190,9 @@ def stacked_bars(table, title, unit, limit=None):
 
 
 @in_style
-def curves(table, x, y, by, title, log2=(), log10=(), step=False, from_zero=True, shade=None):
-    """One line with its own marker for each value of column `by`: the mean of `y`, in a band from min to max. Its name
-    stands at its end.
+def curves(table, x, y, by, title, log2=(), log10=(), step=False, from_zero=True, shade=None, peaks=False):
+    """One line for each value of column `by`: the mean of `y`, in a band from min to max. Its name stands at its end;
+    with `peaks`, a dot, name and number stand at its largest mean. Where points are few each has a marker.
 
     log2, log10: lists of the columns whose axes are logarithmic. step: the value holds until the next row's.
     from_zero: the linear y axis begins at 0. shade: `{what happens there: (from, to)}` on x.
@@ -201,18 +201,19 @@ def curves(table, x, y, by, title, log2=(), log10=(), step=False, from_zero=True
         print(f"{title}: nothing to draw")
         return
     axes = _axes(title, height=3.6)
+    names = table[by].unique()
+    look = {"hue": by, "style": by, "palette": {name: color_of(name) for name in names}}
+    look |= {"markers": table[x].nunique() <= 30, "markeredgewidth": 0, "markersize": 7}
+    extremes = lambda values: (values.min(), values.max())
+    drawstyle = "steps-post" if step else "default"
+    sns.lineplot(table, x=x, y=y, errorbar=extremes, drawstyle=drawstyle, legend=False, ax=axes, **look)
+    # Only now: on logarithmic axes seaborn would draw geometric means.
     for column, axis, scale in ((x, axes.xaxis, axes.set_xscale), (y, axes.yaxis, axes.set_yscale)):
         if column in (*log2, *log10):
             scale("log", base=2 if column in log2 else 10)
         elif axis is axes.xaxis:
             axis.set_major_locator(MaxNLocator(integer=True))
     _shade(axes, shade or {})
-    names = table[by].unique()
-    look = {"hue": by, "style": by, "palette": {name: color_of(name) for name in names}, "markers": True}
-    look |= {"markevery": max(1, table[x].nunique() // 12), "markeredgewidth": 0, "markersize": 7}
-    extremes = lambda values: (values.min(), values.max())
-    drawstyle = "steps-post" if step else "default"
-    sns.lineplot(table, x=x, y=y, errorbar=extremes, drawstyle=drawstyle, legend=False, ax=axes, **look)
     _mark_powers(axes)
     means = table.groupby([by, x], sort=False)[y].mean().groupby(by, sort=False)
     if shade:
@@ -220,10 +221,18 @@ def curves(table, x, y, by, title, log2=(), log10=(), step=False, from_zero=True
     if from_zero and y not in (*log2, *log10):
         axes.set_ylim(bottom=0)
     axes.set(xlabel=x, ylabel=y)
-    if len(names) > 1:
-        _name_ends(axes, {name: (line.index[-1][1], line.dropna().iloc[-1]) for name, line in means})
-    ends = means.agg(lambda line: f"from {line.iloc[0]:,.3g} to {line.iloc[-1]:,.3g}")
-    _show(axes.figure, f"Line chart: {title}. {y} over {x}", ends)
+    words = means.agg(lambda line: f"from {line.iloc[0]:,.3g} to {line.iloc[-1]:,.3g}")
+    if peaks:
+        words = means.max()
+        late = 0.75 * max(axes.get_xlim())  # names of later peaks stand on the left: there is no room on the right
+        for name, line in means:
+            peak, color = (line.idxmax()[1], line.max()), color_of(name)
+            axes.plot(*peak, "o", color=color)
+            at = {"xytext": (0, 5), "ha": "center"} if peak[0] < late else {"xytext": (-7, -3), "ha": "right"}
+            axes.annotate(f"{name}: {peak[1]:,.3g}", peak, textcoords="offset points", color=color, **at)
+    elif len(names) > 1:
+        _name_ends(axes, {name: (line.dropna().index[-1][1], line.dropna().iloc[-1]) for name, line in means})
+    _show(axes.figure, f"Line chart: {title}. {y} over {x}", words)
 
 
 @in_style
@@ -242,7 +251,7 @@ def histogram(values, title, x, edges, shade=None, marks=None):
     _shade(axes, shade or {})
     _mark(axes, marks or {})
     axes.set(xlabel=x, ylabel="how many", xlim=(edges[0], edges[-1]))
-    axes.margins(y=0.2 if marks or shade else 0.05)  # room for the words above the bars
+    axes.margins(y=0.2 if shade else 0.05)  # room for the words above the bars
     fullest = counts.argmax()
     most = {"most": f"{counts[fullest]:,.0f} around {np.mean(edges[fullest : fullest + 2]):,.3g}"}
     places = {text: f"from {start:,.3g} to {end:,.3g}" for text, (start, end) in (shade or {}).items()}
@@ -252,33 +261,32 @@ def histogram(values, title, x, edges, shade=None, marks=None):
 @in_style
 def ranges(table, title, x, over=None):
     """A row a format: a bar from the smallest normal number to the largest, and a thin one down to the smallest
-    subnormal; columns `subnormal`, `normal`, `max` and `precision` (bits, written beside the row).
+    subnormal; columns `subnormal`, `normal`, `max` and `says`, which is written beside the row.
 
     over: `{words: (from, to)}`, numbers that should fit, drawn behind the rows.
     """
     axes = _axes(title, height=1.3 + 0.38 * len(table))
     for text, (start, end) in (over or {}).items():
         axes.axvspan(start, end, color=NEUTRAL, alpha=0.2, linewidth=0)
-        axes.annotate(text, (np.sqrt(start * end), 1), xycoords=("data", "axes fraction"), ha="center", va="top")
+        axes.annotate(text, (np.sqrt(start * end), 1), xycoords=("data", "axes fraction"), ha="center", va="bottom")
     for row, bounds in enumerate(table.itertuples()):
         color = color_of(bounds.Index)
         axes.plot([bounds.subnormal, bounds.normal], [row, row], color=color, linewidth=3)
         axes.plot([bounds.normal, bounds.max], [row, row], color=color, linewidth=11, solid_capstyle="butt")
-        text = f"{bounds.precision:.0f} bits"
-        axes.annotate(text, (bounds.max, row), xytext=(6, 0), textcoords="offset points", va="center", color=color)
+        at = {"xytext": (6, 0), "textcoords": "offset points", "va": "center", "color": color}
+        axes.annotate(bounds.says, (bounds.max, row), **at)
     axes.set_yticks(range(len(table)), table.index)
     axes.set_xscale("log", base=2)
     axes.set(xlabel=x, ylim=(len(table) - 0.4, -1))
     _mark_powers(axes)
-    spans = {
-        row.Index: f"{row.precision:.0f} bits, from {row.subnormal:.3g} to {row.max:.3g}" for row in table.itertuples()
-    }
+    spans = {row.Index: f"{row.says}, from {row.subnormal:.3g} to {row.max:.3g}" for row in table.itertuples()}
     _show(axes.figure, f"A row a format: {title}. {x}", spans)
 
 
 @in_style
-def points(table, x, by, title, reference=None):
-    """One dot a row of `table` at column `x`, in one line for each value of column `by`, with the mean as a bar."""
+def points(table, x, by, title, reference=None, named=""):
+    """One dot a row of `table` at column `x`, in one line for each value of column `by`, with the mean as a bar.
+    `reference` draws a vertical line, `named` so."""
     if table.empty:
         print(f"{title}: nothing to draw")
         return
@@ -287,8 +295,7 @@ def points(table, x, by, title, reference=None):
     sns.stripplot(table, x=x, y=by, hue=by, palette=palette, jitter=0.2, alpha=0.7, legend=False, ax=axes)
     means = table.groupby(by, sort=False)[x].mean()
     axes.scatter(means, means.index, marker="|", s=500, color=NEUTRAL, zorder=3)
-    if reference is not None:
-        axes.axvline(reference, color=NEUTRAL, linewidth=1, linestyle="--")
+    _mark(axes, {} if reference is None else {named: reference})
     axes.set(xlabel=x, ylabel="", ylim=(len(means) - 0.5, -0.5))
     _show(axes.figure, f"Dots and their mean: {title}. mean {x}", means)
 

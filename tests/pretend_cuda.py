@@ -63,6 +63,7 @@ def start():
     """Pretend the card that the environment names, from the moment at which torch and pynvml are imported."""
     card = Card(os.environ[VARIABLE])
     hooks = {"torch": card.install_torch, "pynvml": card.install_nvml, "torchvision.io.image": card.install_jpeg}
+    hooks["helpers.autocast"] = card.install_fake_traces
     sys.meta_path.insert(0, _WhenImported(hooks))
 
 
@@ -316,6 +317,11 @@ class Card:
             return decode(data, mode, **options).to(device)
 
         image.decode_jpeg = decode_jpeg
+
+
+    def install_fake_traces(self, autocast):
+        """CUDA's own lists of autocast hold for fake tensors alone."""
+        autocast.trace_casts.__kwdefaults__["fake"] = True
 
 
 class _Event:

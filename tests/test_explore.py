@@ -1,5 +1,7 @@
 """Charts with sliders: stored so that JupyterLab draws them alone, and true at their ends."""
 
+import base64
+import io
 import json
 import sys
 
@@ -8,8 +10,11 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from matplotlib.colors import to_rgb
+from PIL import Image
 
 from helpers import explore
+from helpers.plots import COLORS, NEUTRAL
 
 
 @pytest.fixture
@@ -64,6 +69,9 @@ def test_a_chart_is_stored_for_whoever_can_and_cannot_draw_it(name, chart):
     assert spec["$schema"].endswith("/v5.json") and spec["description"] == data["text/plain"]
     assert len(json.dumps(spec)) < 200_000 and len(data["image/png"]) < 200_000
     assert metadata["image/png"]["alt"] == data["text/plain"]
+    picture = Image.open(io.BytesIO(base64.b64decode(data["image/png"]))).convert("RGBA")
+    assert picture.getpixel((0, 0))[3] == 0, "a white slab on a dark page"
+    assert spec["config"]["title"]["color"] == NEUTRAL and not spec["config"]["axis"]["grid"], "as other figures look"
     inputs = [param for param in spec["params"] if "bind" in param]
     assert inputs and all(param["name"].isalpha() for param in inputs), "names that no run invents anew"
     assert data == chart(function, *arguments)[0], "the same data make the same chart"
@@ -84,6 +92,33 @@ def test_steps_say_what_gradscaler_did(chart):
     assert said[2] == "all gradients are finite: the step is taken, clean step 2 of 2, so the scale doubles"
 
 
+def test_skipped_steps_look_skipped_whatever_comes_first_and_all_are_seen(chart):
+    spec = chart(explore.steps, RUN, "Edge", 2)[0][explore.VEGA_LITE]
+    dots = spec["layer"][2]["encoding"]
+    assert dots["color"]["scale"] == {"domain": ["normal", "overflows"], "range": ["#3a9d4b", "#8e63c7"]}
+    assert dots["shape"]["scale"] == {"domain": ["normal", "overflows"], "range": ["circle", "triangle-down"]}
+    assert [param["value"] for param in spec["params"]] == [3]
+
+
+def test_digits_on_a_timeline_can_be_read(chart):
+    """WCAG 2.1's contrast of text, of black on each colour of the work."""
+    spec = chart(*([CHARTS["timeline"][0], *CHARTS["timeline"][1]]))[0][explore.VEGA_LITE]
+    idle, bars, numbers, _ = spec["layer"]
+    scale = bars["encoding"]["color"]["scale"]
+    assert scale["domain"] == ["load", "compute", "idle"] and numbers["mark"]["color"] == "black"
+    assert "opacity" not in idle["mark"], "the legend would fade with it"
+    for color in scale["range"]:
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(color)]
+        assert np.dot([0.2126, 0.7152, 0.0722], linear) + 0.05 > 4.5 * 0.05
+
+
+def test_verdicts_have_the_colours_of_the_other_figures_and_room_for_the_last_interval(chart):
+    spec = chart(*([CHARTS["verdicts"][0], *CHARTS["verdicts"][1]]))[0][explore.VEGA_LITE]
+    encoding = spec["hconcat"][0]["layer"][0]["encoding"]
+    assert encoding["color"]["scale"]["range"] == [COLORS["normal"], NEUTRAL, COLORS["becomes 0"]]
+    assert encoding["x"]["scale"]["domain"] == [0, 6]
+
+
 def test_each_panel_of_the_verdicts_has_its_own_arm(chart):
     data, _, _ = chart(*([CHARTS["verdicts"][0], *CHARTS["verdicts"][1]]))
     spec = data[explore.VEGA_LITE]
@@ -96,7 +131,8 @@ def test_runs_that_end_in_nan_say_so_and_are_drawn_blank(chart):
     data, _, _ = chart(explore.drawn_runs, runs, "Digits", (1, 0))
     rows = [row for rows in data[explore.VEGA_LITE]["datasets"].values() for row in rows if "pixels" in row]
     by_run = {row["run"]: row for row in rows}
-    assert by_run["1 8"]["says"] == "the loss is not finite" and set(by_run["1 8"]["pixels"]) == {"f"}
+    assert by_run["1 8"]["says"] == "weight 1, scale 2^8: the loss is not finite"
+    assert set(by_run["1 8"]["pixels"]) == {"f"}
     assert all(len(row["pixels"]) == 640 for row in rows)
 
 

@@ -24,7 +24,7 @@ def test_device_can_be_chosen(monkeypatch):
         assert hardware.pick_device() == torch.device(name)
     for name in ("nonsense", "meta", "cpu:3", "cuda:2"):
         monkeypatch.setenv("HALF_THE_BITS_DEVICE", name)
-        with pytest.raises(ValueError, match=f"'{name}'; this machine has cpu, cuda, cuda:0, cuda:1. Set one"):
+        with pytest.raises(ValueError, match=f"'{name}'; this machine has cpu, cuda, cuda:0, cuda:1. Set one of"):
             hardware.pick_device()
 
 

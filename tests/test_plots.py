@@ -44,7 +44,7 @@ def texts(figure):
 def test_bars_carry_their_numbers_intervals_and_reference(figure):
     speed = pd.Series({"FP32": 1.0, "bf16": 1.62})
     drawn = figure(plots.bars, speed, "Speed", "times", low=speed - 0.1, high=speed + 0.2, reference=1)
-    assert {"Speed", "times; grey: the interval contains 1", "FP32", "bf16", "1.62"} <= set(texts(drawn))
+    assert {"Speed", "times; hatched: the interval contains 1", "FP32", "bf16", "1.62"} <= set(texts(drawn))
     axes = drawn.axes[0]
     assert [round(bar.get_width(), 2) for bar in axes.patches] == [1.0, 1.62]
     assert axes.get_xlim()[0] == 0, "a bar that does not begin at 0 lies"
@@ -52,7 +52,8 @@ def test_bars_carry_their_numbers_intervals_and_reference(figure):
     low, high = intervals.lines[2][0].get_segments()[1][:, 0]
     assert (round(low, 2), round(high, 2)) == (1.52, 1.82)
     assert drawn.alt == (
-        "Bar chart: Speed. times; grey: the interval contains 1: FP32 1, from 0.9 to 1.2; bf16 1.62, from 1.52 to 1.82."
+        "Bar chart: Speed. times; hatched: the interval contains 1: "
+        "FP32 1, from 0.9 to 1.2; bf16 1.62, from 1.52 to 1.82."
     )
     equal, faster = axes.patches
     assert to_hex(equal.get_facecolor()) == to_hex("0.75") and to_hex(faster.get_facecolor()) == COLORS["bf16"]
@@ -63,7 +64,31 @@ def test_bars_carry_their_numbers_intervals_and_reference(figure):
 def test_an_interval_that_ends_at_the_reference_contains_it(figure, low, high, grey):
     bar = pd.Series({"bf16": (low + high) / 2})
     drawn = figure(plots.bars, bar, "Speed", "times", low=bar * 0 + low, high=bar * 0 + high, reference=1)
-    assert ("times; grey: the interval contains 1" in texts(drawn)) == grey
+    assert ("times; hatched: the interval contains 1" in texts(drawn)) == grey
+
+
+def test_the_reference_of_bars_is_named_and_their_numbers_do_not_lie_on_it(figure):
+    drawn = figure(plots.bars, pd.Series({"FP32": 1.0, "bf16": 1.62}), "Errors", "times", reference=1.2, named="limit")
+    (line,) = drawn.axes[0].lines
+    assert line.get_xdata() == [1.2, 1.2]
+    assert {to_hex(line.get_color()), to_hex(line.get_gapcolor())} == {"#333333", "#ffffff"}, "seen on dark and light"
+    words = {text.get_text(): text.xy for text in drawn.axes[0].texts}
+    assert words == {"1": (1.2, 0), "1.62": (1.62, 1), "limit": (1.2, 1)}
+
+
+def test_a_long_unit_of_bars_stays_within_the_picture(figure):
+    unit = "speed, each rung against the one before and all against the loop of the posts, from 0 to 2"
+    drawn = figure(plots.bars, pd.Series({"a name so long that the frame is narrow": 1.0}), "Speed", unit)
+    drawn.draw_without_rendering()
+    label = drawn.axes[0].xaxis.label.get_window_extent()
+    assert label.x0 >= 0 and label.x1 <= drawn.bbox.x1
+
+
+def test_bars_have_the_colours_of_what_they_are_said_to_be(figure):
+    shares = pd.Series({"JPEG to float32": 1.0, "bf16, spoiled": 2.0, "bf16": 3.0})
+    drawn = figure(plots.bars, shares, "Verdicts", "times", kinds=["", "WORSE", "NOT WORSE"])
+    found = [to_hex(bar.get_facecolor()) for bar in drawn.axes[0].patches]
+    assert found == ["#9a9a9a", COLORS["becomes 0"], COLORS["normal"]]
 
 
 def test_bars_without_a_reference_are_not_grey(figure):
@@ -76,7 +101,7 @@ def test_bars_without_a_reference_are_not_grey(figure):
 def test_stacked_bars_add_up_and_differ_in_more_than_colour(figure):
     table = pd.DataFrame({"kept": [3.0, 1.5], "weights": [1.0, 1.0]}, index=["FP32", "bf16"])
     drawn = figure(plots.stacked_bars, table, "Memory", "MB", limit=("card", 8))
-    assert {"4", "2.5", "kept", "weights", "MB", " card"} <= set(texts(drawn))
+    assert {"4", "2.5", "kept", "weights", "MB", "card"} <= set(texts(drawn))
     assert len({bar.get_hatch() for bar in drawn.axes[0].patches}) == 2
     assert drawn.axes[0].get_xlim()[0] == 0 and drawn.axes[0].get_xlim()[1] > 8
     assert drawn.alt == "Stacked bars of kept, weights: Memory. MB in all: FP32 4; bf16 2.5."
@@ -112,6 +137,34 @@ def test_one_line_needs_no_name_and_powers_stand_evenly(figure):
     assert set(np.diff(np.log10(drawn.axes[0].get_yticks())).round(6)) == {2}
 
 
+def test_lines_on_logarithmic_axes_are_arithmetic_means(figure):
+    table = pd.DataFrame({"epoch": [1, 2] * 2, "loss": [1.0, 0.1, 3.0, 0.3], "arm": "FP32"})
+    drawn = figure(plots.curves, table, "epoch", "loss", "arm", "Loss", log10=["loss"])
+    assert list(drawn.axes[0].lines[0].get_ydata()) == pytest.approx([2, 0.2])
+    assert drawn.axes[0].get_yscale() == "log"
+
+
+def test_a_line_that_ends_early_is_named_where_it_ends(figure):
+    table = pd.DataFrame({"step": [1, 2, 3, 1, 2], "loss": [8.0, 4, 2, 8, 1], "arm": ["FP32"] * 3 + ["fp16"] * 2})
+    drawn = figure(plots.curves, table, "step", "loss", "arm", "Loss", log2=["loss"], shade={"overflows": (1, 2)})
+    places = {text.get_text(): text.xy for text in drawn.axes[0].texts}
+    (left, right), (bottom, top) = drawn.axes[0].get_xlim(), np.log2(drawn.axes[0].get_ylim())
+    at = {height: pytest.approx((height - bottom) / (top - bottom)) for height in (0, 1)}
+    assert places["FP32"] == (1.01, at[1])
+    assert places["fp16"] == (pytest.approx((2 - left) / (right - left) + 0.01), at[0])
+
+
+def test_lines_of_many_points_have_no_markers_and_may_be_named_at_their_peaks(figure):
+    table = pd.DataFrame({"op": range(41), "GiB": [*range(20), 30.5, *range(20, 0, -1)], "run": "fp16"})
+    drawn = figure(plots.curves, table, "op", "GiB", "run", "Memory", peaks=True)
+    assert drawn.axes[0].lines[0].get_marker() in ("", "None", None)
+    (name,) = drawn.axes[0].texts
+    assert (name.get_text(), *name.xy, name.get_ha()) == ("fp16: 30.5", 20, 30.5, "center")
+    late = figure(plots.curves, table.assign(GiB=table.op), "op", "GiB", "run", "Memory", peaks=True)
+    assert late.axes[0].texts[0].get_ha() == "right", "no room on the right"
+    assert drawn.alt == "Line chart: Memory. GiB over op: fp16 30.5."
+
+
 def test_points_show_every_run_and_the_mean(figure):
     table = pd.DataFrame({"percent": [96.0, 98.0, 97.0], "arm": ["FP32", "FP32", "bf16"]})
     drawn = figure(plots.points, table, "percent", "arm", "Accuracy")
@@ -131,17 +184,16 @@ def test_rows_of_pictures_bear_their_names(shape, figure):
 def test_histogram_counts_between_the_edges(figure):
     drawn = figure(plots.histogram, [0.1, 0.2, 1.5], "Halves", "value", [0, 1, 2], marks={"limit": 1.5})
     assert [bar.get_height() for bar in drawn.axes[0].patches] == [2, 1]
-    assert {"Halves", "value", " limit"} <= set(texts(drawn))
+    assert {"Halves", "value", "limit"} <= set(texts(drawn))
     assert list(drawn.axes[0].lines[0].get_xdata()) == [1.5, 1.5]
     assert drawn.alt == "Histogram: Halves. How many by value: most 2 around 0.5; limit 1.5."
 
 
-def test_marks_of_a_histogram_have_room_above_the_bars(figure):
+def test_marks_of_a_histogram_are_named_above_the_bars(figure):
     values, edges = torch.tensor([1.5] * 100), [0, 1, 2, 3]
-    plain = figure(plots.histogram, values, "Sizes", "size", edges)
     marked = figure(plots.histogram, values, "Sizes", "size", edges, marks={"limit": 2})
-    assert marked.axes[0].get_ylim()[1] >= 114 > plain.axes[0].get_ylim()[1]
-    assert " limit" in texts(marked)
+    (name,) = [text for text in marked.axes[0].texts if text.get_text() == "limit"]
+    assert name.xy == (2, 1) and name.get_va() == "bottom"
 
 
 def test_bars_of_a_histogram_have_the_colour_of_their_fate(figure):
@@ -153,10 +205,9 @@ def test_bars_of_a_histogram_have_the_colour_of_their_fate(figure):
 
 
 def test_ranges_are_a_row_a_format(figure):
-    columns = ["subnormal", "normal", "max", "precision"]
-    table = pd.DataFrame(
-        [[2.0**-24, 2.0**-14, 65504.0, 11], [2.0**-133, 2.0**-126, 3e38, 8]], ["fp16", "bf16"], columns
-    )
+    columns = ["subnormal", "normal", "max", "says"]
+    rows = [[2.0**-24, 2.0**-14, 65504.0, "11 bits"], [2.0**-133, 2.0**-126, 3e38, "8 bits"]]
+    table = pd.DataFrame(rows, ["fp16", "bf16"], columns)
     drawn = figure(plots.ranges, table, "Range", "size", over={"gradients": (2.0**-40, 1.0)})
     assert {"Range", "size", "fp16", "bf16", "11 bits", "8 bits", "gradients"} <= set(texts(drawn))
     thin, thick = drawn.axes[0].lines[:2]
@@ -174,7 +225,7 @@ def test_curves_can_have_logarithmic_axes_and_steps(figure):
 def test_areas_are_stacked_hatched_and_marked(figure):
     table = pd.DataFrame({"kept": [1.0, 3.0, 0.0], "weights": [1.0, 1.0, 1.0]})
     drawn = figure(plots.areas, table, "Memory", "op", "GB", marks={"forward": 0, "backward": 1})
-    assert {"Memory", "op", "GB", "kept", "weights", " forward", " backward"} <= set(texts(drawn))
+    assert {"Memory", "op", "GB", "kept", "weights", "forward", "backward"} <= set(texts(drawn))
     areas = [part for part in drawn.axes[0].collections if part.get_label() in table]
     assert [area.get_paths()[0].vertices[:, 1].max() for area in areas] == [3, 4]
     assert len({area.get_hatch() for area in areas}) == 2
