@@ -9,6 +9,7 @@ line that only runs with CUDA. It knows nothing of speed, kernels, `torch.compil
 own lists of autocast (tensors get the CPU's), cuDNN and NCCL (Gloo stands in). Fake tensors are left alone.
 """
 
+import functools
 import importlib.util
 import os
 import sys
@@ -318,10 +319,16 @@ class Card:
 
         image.decode_jpeg = decode_jpeg
 
-
     def install_fake_traces(self, autocast):
         """CUDA's own lists of autocast hold for fake tensors alone."""
-        autocast.trace_casts.__kwdefaults__["fake"] = True
+        trace_casts = autocast.trace_casts
+
+        @functools.wraps(trace_casts)
+        def traced(fn, *args, device_type="cuda", fake=None, **options):
+            fake = device_type == "cuda" if fake is None else fake
+            return trace_casts(fn, *args, device_type=device_type, fake=fake, **options)
+
+        autocast.trace_casts = traced
 
 
 class _Event:
