@@ -55,6 +55,7 @@ def pytest_configure(config):
             os.environ.update(HALF_THE_BITS_ROUNDS="2", OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
             pretend_cuda.start()
         if config.option.lines:
+            config.noted = cuda_lines.note(Path(config.option.lines).resolve())
             os.environ.update(cuda_lines.variables(Path(config.option.lines).resolve()))
     else:
         os.environ.update(environment(config.records.name))
@@ -63,7 +64,17 @@ def pytest_configure(config):
 
 
 def pytest_unconfigure(config):
+    if hasattr(config, "noted"):
+        config.noted.save()
     config.records.cleanup()
+
+
+def pytest_collection_modifyitems(config, items):
+    for item in items if config.option.pretend else []:
+        source = item.cell.source if hasattr(item, "cell") else ""
+        for words in pretend_cuda.CANNOT:
+            if words in source:
+                item.add_marker(pytest.mark.xfail(reason=pretend_cuda.CANNOT[words], strict=True))
 
 
 def pytest_runtest_setup(item):

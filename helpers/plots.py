@@ -169,11 +169,8 @@ def bars(values, title, unit, low=None, high=None, reference=None, named="", kin
 
 
 @in_style
-def stacked_bars(table, title, unit, limit=None):
-    """One horizontal bar a row of `table`, made of its columns; hatched so that grey print tells them apart.
-
-    `limit`, a pair of words and a number, draws a vertical line: a card's memory, say.
-    """
+def stacked_bars(table, title, unit):
+    """One horizontal bar a row of `table`, made of its columns; hatched so that grey print tells them apart."""
     axes = _axes(title, height=1.3 + 0.42 * len(table))
     left = 0 * table.iloc[:, 0]
     for column, color, hatch in zip(table, _colors(table), cycle(HATCHES)):
@@ -182,8 +179,7 @@ def stacked_bars(table, title, unit, limit=None):
         left = left + table[column]
     for row, total in enumerate(left):
         axes.annotate(f"{total:,.3g}", (total, row), xytext=(6, 0), textcoords="offset points", va="center")
-    axes.set(xlabel=unit, xlim=(0, 1.15 * max(left.max(), limit[1] if limit else 0)))
-    _mark(axes, dict([limit] if limit else []))
+    axes.set(xlabel=unit, xlim=(0, 1.15 * left.max()))
     axes.invert_yaxis()
     axes.figure.legend(frameon=False, ncols=table.shape[1], loc="outside lower center")
     _show(axes.figure, f"Stacked bars of {', '.join(table)}: {title}. {unit} in all", left)
@@ -236,11 +232,10 @@ def curves(table, x, y, by, title, log2=(), log10=(), step=False, from_zero=True
 
 
 @in_style
-def histogram(values, title, x, edges, shade=None, marks=None):
+def histogram(values, title, x, edges, shade=None):
     """How many of `values` lie between each two of `edges`, along an axis called `x`.
 
-    shade: `{what becomes of them: (from, to)}`, whose colour the bars there have. marks: {text: place on the axis} of
-    dashed vertical lines.
+    shade: `{what becomes of them: (from, to)}`, whose colour the bars there have.
     """
     axes = _axes(title)
     counts, _, drawn = axes.hist(values, edges, color=NEUTRAL)
@@ -249,13 +244,12 @@ def histogram(values, title, x, edges, shade=None, marks=None):
             if start <= bar.get_x() < end:
                 bar.set(color=color_of(text))
     _shade(axes, shade or {})
-    _mark(axes, marks or {})
     axes.set(xlabel=x, ylabel="how many", xlim=(edges[0], edges[-1]))
     axes.margins(y=0.2 if shade else 0.05)  # room for the words above the bars
     fullest = counts.argmax()
     most = {"most": f"{counts[fullest]:,.0f} around {np.mean(edges[fullest : fullest + 2]):,.3g}"}
     places = {text: f"from {start:,.3g} to {end:,.3g}" for text, (start, end) in (shade or {}).items()}
-    _show(axes.figure, f"Histogram: {title}. How many by {x}", most | places | (marks or {}))
+    _show(axes.figure, f"Histogram: {title}. How many by {x}", most | places)
 
 
 @in_style
@@ -323,22 +317,6 @@ def pictures(rows, title):
         line[0].set_ylabel(name, rotation=0, ha="right", va="center", color=color_of(name))
     words = {name: f"{len(row)} pictures" for name, row in rows.items()}
     _show(grid[0, 0].figure, f"Rows of pictures: {title}", words)
-
-
-@in_style
-def areas(table, title, x, y, marks):
-    """The columns of `table` stacked over its index, the first at the bottom; hatched so that grey print tells them
-    apart. `marks` is a dict of places on x by the label that begins there."""
-    axes = _axes(title, height=3.6)
-    colors = _colors(table)
-    drawn = axes.stackplot(table.index, table.T.to_numpy(), colors=colors, labels=table.columns, edgecolor="white")
-    for area, hatch in zip(drawn, cycle(HATCHES)):
-        area.set(hatch=hatch, linewidth=0)
-    axes.set(xlabel=x, ylabel=y, xlim=(table.index[0], table.index[-1]), ylim=(0, 1.15 * table.sum(axis=1).max()))
-    _mark(axes, marks)
-    axes.figure.legend(frameon=False, ncols=3, loc="outside lower center")
-    total = table.sum(axis=1)
-    _show(axes.figure, f"Stacked areas of {', '.join(table)}: {title}. {y} by {x}", {"at most": total.max()} | marks)
 
 
 def show(table, digits=3):

@@ -27,6 +27,8 @@ CARDS = {  # compute capability, memory in bytes
     "H200": ((9, 0), 141 * 2**30),
     "B200": ((10, 0), 180 * 2**30),
 }
+# What cannot hold under this pretence, by words in a notebook's cell.
+CANNOT = {'backend="aot_eager"': "a compiled function would have other dtypes in its backward"}
 VARIABLE = "HALF_THE_BITS_PRETEND"
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -228,6 +230,7 @@ class Card:
             "get_rng_state_all": lambda: [torch.get_rng_state()],
             "set_rng_state": lambda state, device=None: None,
             "set_rng_state_all": lambda states: None,
+            "_sleep": lambda cycles: time.sleep(cycles / 1.5e9),
             "set_sync_debug_mode": lambda mode: setattr(self, "sync", modes[mode] if isinstance(mode, int) else mode),
             "get_sync_debug_mode": lambda: modes.index(self.sync),
         }
@@ -292,7 +295,7 @@ class Card:
         context = 500 * 2**20
         answers = {
             "nvmlInit": lambda: None,
-            "nvmlSystemGetDriverVersion": lambda: "pretended",
+            "nvmlSystemGetDriverVersion": lambda: "0 (pretended)",
             "nvmlDeviceGetHandleByUUID": lambda uuid: "GPU",
             "nvmlDeviceGetHandleByIndex": lambda index: "GPU",
             "nvmlDeviceGetCount": lambda: 1,
@@ -475,13 +478,21 @@ def _sides_of_calls(card):
             if func in (Tensor.numpy, Tensor.__array__) and on_gpu(args[0]) and not kwargs.get("force"):
                 raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() ...")
             named = card.is_cuda(kwargs.get("device"))
-            self.check_generator(named or (args and isinstance(args[0], Tensor) and on_gpu(args[0])), kwargs)
+            self.check_generator(named or (bool(args) and isinstance(args[0], Tensor) and on_gpu(args[0])), kwargs)
             if named:
-                return card.put(func(*args, **kwargs | {"device": torch.device("cpu")}), "cuda")
+                return self.made_on_gpu(func, args, kwargs)
             result = func(*args, **kwargs)
             if isinstance(result, Tensor) and not card.tensors((args, kwargs)) and card.side(result) is None:
                 card.put(result, "cpu")
             return result
+
+        def made_on_gpu(self, func, args, kwargs):
+            try:
+                return card.put(func(*args, **kwargs | {"device": torch.device("cpu")}), "cuda")
+            except RuntimeError as error:
+                if "can't allocate memory" in str(error):  # more than this machine has
+                    raise torch.OutOfMemoryError(f"CUDA out of memory (pretended): {error}") from None
+                raise
 
         def backward(self, tensor, gradient=None, retain_graph=None, create_graph=False, inputs=None):
             torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)

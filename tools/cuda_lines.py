@@ -36,11 +36,17 @@ def variables(folder):
     return {"IPYTHONDIR": str(startup.parent.parent), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
-def trace(folder):
-    """In a kernel: note the lines that run, after each cell, as nobody lets a kernel end in peace."""
+def note(folder):
+    """Begin to note in `folder` which lines of helpers and cells this process runs; `save()` what it returns."""
     include = [f"{ROOT}/helpers/*", "*/ipykernel_*"]
     noted = coverage.Coverage(data_file=Path(folder, "lines"), data_suffix=True, include=include)
     noted.start()
+    return noted
+
+
+def trace(folder):
+    """The same in a kernel, saved after each cell, as nobody lets a kernel end in peace."""
+    noted = note(folder)
     get_ipython().events.register("post_run_cell", lambda result: noted.save())
 
 
