@@ -3,7 +3,7 @@
 uv run python -m tools.record                    # all stages; started again, it goes on where it was stopped
 uv run python -m tools.record "07 step"          # the stages whose names contain these words
 uv run python -m tools.record --report           # what the records say of each card, beside what was predicted
-uv run python -m tools.record --pretend T4       # a dry run on a pretended card; nothing is kept
+uv run python -m tools.record --pretend T4 --to FOLDER      # a dry run on a pretended card; all of it lies in FOLDER
 
 The records go to data/records, or to where HALF_THE_BITS_SAVE_TO says. Neither Git nor a network is needed, nor uv:
 `python -m tools.record` does, where nbclient, ipykernel and what the notebooks need are installed.
@@ -15,6 +15,7 @@ import re
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import nbformat
@@ -92,17 +93,17 @@ def run(stage, folder, bar):
 
 def run_all(words, folder):
     """Run the stages that are not done yet, those whose names contain one of `words`; returns how many failed."""
-    folder.mkdir(parents=True, exist_ok=True)
     wanted = [stage for stage in STAGES if not words or any(word in stage.name for word in words)]
     if not wanted:
         raise SystemExit(f"no stage is called {words}; there are {', '.join(stage.name for stage in STAGES)}")
+    folder.mkdir(parents=True, exist_ok=True)
     stages = [stage for stage in wanted if not (folder / f"{stage.name}.ipynb").exists()]
     tqdm.write(f"{len(wanted) - len(stages)} of {len(wanted)} stages are done already; their copies lie in {folder}")
     counts, failed = [], 0
     for stage in stages:
         (path,) = ROOT.glob(f"notebooks/{stage.notebook}_*.ipynb")
         counts.append(len(stage.cells(nbformat.read(path, as_version=4))))
-    with tqdm(total=sum(counts), unit="cell", disable=False) as bar:
+    with tqdm(total=sum(counts), unit="cell") as bar:
         for number, stage in enumerate(stages):
             bar.set_description(f"{stage.name}; {MINUTES * (len(stages) - number)} minutes left at most")
             wrong = run(stage, folder, bar)
@@ -117,12 +118,11 @@ def report():
     import pandas as pd
 
     from helpers import measure, records
-    from helpers.footprint import predict_memory
 
     precision = {"FP32": "fp32", "FP32 (TF32)": "fp32", "fp16 + GradScaler": "fp16", "fp32": "fp32", "fp16": "fp16"}
-    measured = [record for record in records.load_all() if record["kind"] == "measured"]
-    for card in sorted({record["device"]["name"] for record in measured}):
-        mine = [record for record in measured if record["device"]["name"] == card]
+    of_gpus = [r for r in records.load_all() if r["kind"] == "measured" and r["device"]["type"] == "cuda"]
+    for card in sorted({record["device"]["name"] for record in of_gpus}):
+        mine = [record for record in of_gpus if record["device"]["name"] == card]
         print(f"\n{card}")
         steps = [r for r in mine if r["what"]["experiment"] == "07 step"]
         if steps:
@@ -134,9 +134,7 @@ def report():
         for record in mine:
             arm, config, memory = record["what"]["arm"], record["what"]["config"], record["results"].get("memory", {})
             if isinstance(memory.get("allocated"), int) and "model" in config:
-                width, height = config["size"]
-                shape, way = (config["batch"], 3, height, width), precision.get(arm, "bf16")
-                predicted = predict_memory(_builder(config["model"]), shape, way).peak
+                predicted = _predicted(config["model"], config["batch"], *config["size"], precision.get(arm, "bf16"))
                 rows.append((config["model"], config["batch"], arm, memory["allocated"] / 1e9, predicted / 1e9))
         if rows:
             table = pd.DataFrame(rows, columns=["model", "batch", "arm", "allocated (GB)", "predicted (GB)"])
@@ -150,10 +148,14 @@ def report():
                 print(f"casts of {record['what']['arm']}: {found['differ']} of {found['ops']} ops are not as predicted")
 
 
-def _builder(name):
+@cache
+def _predicted(name, batch, width, height, way):
+    """The predicted peak of a training step, in bytes."""
     import timm
 
-    return lambda: timm.create_model(name, num_classes=1)
+    from helpers.footprint import predict_memory
+
+    return predict_memory(lambda: timm.create_model(name, num_classes=1), (batch, 3, height, width), way).peak
 
 
 def main():
@@ -168,8 +170,7 @@ def main():
             from tests import pretend_cuda
 
             os.environ.update(pretend_cuda.environment(options.pretend, scratch))
-            os.environ.update(HALF_THE_BITS_SAVE_TO=f"{scratch}/records", HALF_THE_BITS_ROUNDS="2")
-            options.to = Path(scratch, "copies")
+            os.environ.update(HALF_THE_BITS_SAVE_TO=str(options.to / "records"), HALF_THE_BITS_ROUNDS="2")
             pretend_cuda.start()
         failed = 0
         if not options.report:
