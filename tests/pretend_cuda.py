@@ -28,7 +28,7 @@ CARDS = {  # compute capability, memory in bytes
     "B200": ((10, 0), 180 * 2**30),
 }
 # What cannot hold under this pretence, by words in a notebook's cell.
-CANNOT = {'backend="aot_eager"': "a compiled function would have other dtypes in its backward"}
+CANNOT = {"backward_pass_autocast=mode": "a compiled function would have other dtypes in its backward"}
 VARIABLE = "HALF_THE_BITS_PRETEND"
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -38,8 +38,9 @@ def variables(folder):
 
 def note(folder):
     """Begin to note in `folder` which lines of helpers and cells this process runs; `save()` what it returns."""
-    include = [f"{ROOT}/helpers/*", "*/ipykernel_*"]
+    include = [f"{ROOT}/helpers/*", "*/ipykernel_*/*"]
     noted = coverage.Coverage(data_file=Path(folder, "lines"), data_suffix=True, include=include)
+    noted.set_option("run:disable_warnings", ["no-data-collected"])
     noted.start()
     return noted
 
