@@ -90,7 +90,7 @@ def _show(figure, what, values):
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=2 * figure.dpi, transparent=True)
     width, height = (round(figure.dpi * inches) for inches in figure.get_size_inches())
-    picture = {"image/png": base64.b64encode(file.getvalue()).decode(), "text/plain": alt}
+    picture = {"image/png": base64.b64encode(file.getvalue()).decode(), "text/plain": repr(figure)}
     display(picture, metadata={"image/png": {"alt": alt, "width": width, "height": height}}, raw=True)
     plt.close(figure)
 
