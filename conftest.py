@@ -54,12 +54,13 @@ def pytest_configure(config):
             os.environ.update(pretend_cuda.environment(config.option.pretend, config.records.name))
             os.environ.update(HALF_THE_BITS_ROUNDS="2", OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
             pretend_cuda.start()
-        if config.option.lines:
-            config.noted = cuda_lines.note(Path(config.option.lines).resolve())
-            os.environ.update(cuda_lines.variables(Path(config.option.lines).resolve()))
     else:
         os.environ.update(environment(config.records.name))
         os.environ["HALF_THE_BITS_ROUNDS"] = "2"  # times are not compared
+    if config.option.lines:
+        lines = Path(config.option.lines).resolve()
+        config.noted = cuda_lines.note(lines)
+        os.environ.update(cuda_lines.variables(lines))
     config.addinivalue_line("markers", "slow: takes long, and runs only with --all")
 
 

@@ -138,6 +138,9 @@ class Card:
             raise torch.AcceleratorError("CUDA error: invalid device ordinal")
         return True
 
+    def has_tf32(self):
+        return self.capability >= (8, 0) and self.torch.backends.cudnn.conv.fp32_precision == "tf32"
+
     def wait(self):
         if self.sync == "error":
             raise RuntimeError("called a synchronizing CUDA operation")
@@ -409,6 +412,12 @@ def _sides_of_operations(card):
 
     from torch.utils._python_dispatch import TorchDispatchMode
 
+    def to_tf32(tensor):
+        """Rounded to 10 bits after the point, ties away from zero."""
+        if tensor.dtype != torch.float32:
+            return tensor
+        return ((tensor.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+
     class Sides(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             kwargs = kwargs or {}
@@ -422,6 +431,8 @@ def _sides_of_operations(card):
             self.refuse_both(func, args, sides)
             if "cuda" in sides and func in waiting:
                 card.wait()
+            if "cuda" in sides and func is aten.convolution.default and card.has_tf32():
+                args = (*map(to_tf32, args[:2]), *args[2:])
             result = func(*args, **kwargs)
             if func.namespace == "prim":
                 return result
