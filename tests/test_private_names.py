@@ -30,6 +30,7 @@ NEEDED_BY = {
     "torch._C.DisableTorchFunctionSubclass": "check.mean_loss: a tensor that counts how often it is read",
     "torch._VF": "autocast.cast_policies: RNN ops that torch does not offer elsewhere",
     "torch._amp_update_scale_": "check.next_state: GradScaler's own rule",
+    "torch._dynamo.config.fail_on_recompile_limit_hit": "notebook 08: no arm may run uncompiled, unseen",
     "torch._functorch.config.backward_pass_autocast": "notebooks 05 and 12: the dtypes of a compiled backward",
     "torch._scaled_mm": "notebook 11: a product in FP8",
     "torch._subclasses.fake_tensor.FakeTensorMode": "autocast, footprint; notebooks 04, 06, 12: tensors without memory",
