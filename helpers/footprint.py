@@ -288,6 +288,9 @@ def _in_words():
                 "the model or its optimizer asks for values, as .item(), an if and a mask as an index do, and a "
                 "prediction has none; compute with tensors alone, as torch.where does"
             ) from None
+        if "fake impl" in str(error):
+            said = str(error).partition("\n")[0]
+            raise ValueError(f"torch {torch.__version__} cannot run all of this model without values: {said}") from None
         if "indices" in str(error):
             raise ValueError("the model takes whole numbers (nn.Embedding?); only float images are predicted") from None
         raise
