@@ -184,7 +184,7 @@ class Card:
         facts |= {"multi_processor_count": 80, "warp_size": 32, "L2_cache_size": 50 * 2**20, "gcnArchName": ""}
         facts |= {"is_integrated": False, "shared_memory_per_block_optin": 101376, "regs_per_multiprocessor": 65536}
         pages = lambda size: -(-size // 2**21) * 2**21
-        stream, device = _Stream(), torch.device("cuda", 0)
+        stream = _Stream()
         both = {
             "is_available": lambda: True,
             "is_initialized": lambda: not (self.forked or self.faking()),
@@ -243,7 +243,6 @@ class Card:
         accelerator |= {"empty_cache": emptied, "current_device_index": lambda: 0, "set_device_index": self.is_cuda}
         vars(torch.accelerator).update(both | accelerator)
         torch.Event = _Event
-        assert device.type == "cuda"
 
     def replace(self, torch):
         """What would reach for a driver, or for a compiler of GPU code."""

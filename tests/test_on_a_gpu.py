@@ -71,7 +71,7 @@ def test_more_than_the_card_has_is_out_of_memory():
         torch.empty(2 * torch.cuda.get_device_properties(CUDA).total_memory, dtype=torch.uint8, device=CUDA)
 
 
-def test_memory_of_a_step_is_that_of_its_tensors(monkeypatch):
+def test_memory_of_a_step_is_that_of_its_tensors():
     layer, rows = a_layer()
     before = torch.cuda.memory_allocated()
     used = measure.memory(lambda: layer(rows).square().sum().backward(), CUDA)
@@ -83,8 +83,8 @@ def test_memory_of_a_step_is_that_of_its_tensors(monkeypatch):
 def test_time_energy_and_a_batch_that_fits(capsys):
     layer, rows = a_layer()
     assert measure.time_block(lambda: layer(rows), 3, CUDA) > 0
-    joules = measure.energy(lambda: layer(rows), 128, CUDA, seconds=0.1)
-    assert joules is None or joules >= 0
+    joules = measure.energy(lambda: layer(rows), 128, CUDA, seconds=0.5)
+    assert joules > 0 if torch.cuda.get_device_capability() >= (7, 0) else joules is None
     too_much = 2 * torch.cuda.get_device_properties(CUDA).total_memory
     sizes = {8: too_much, 4: too_much, 2: 1}
     fits = measure.fitting_batch(lambda batch: torch.empty(sizes[batch], dtype=torch.uint8, device=CUDA), 8)
@@ -97,7 +97,6 @@ def test_a_record_says_which_card_it_is(monkeypatch, tmp_path):
     assert facts["device"]["name"] == torch.cuda.get_device_name() and facts["device"]["memory_total"] > 2**32
     path = records.save(records.new("a test", "one arm", {"batch": 1}, {"seconds": 1.0}, facts))
     assert path.parent == tmp_path
-    assert isinstance(hardware.warnings(CUDA), list)
 
 
 def test_formats_with_units_are_those_of_the_generation():

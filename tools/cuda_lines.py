@@ -26,6 +26,7 @@ WITHOUT = re.compile(r"\bnot (CUDA|gpus|COMPILE)\b|!= 'cuda'|== 'cpu'|== 'mps'")
 # Why a statement has not run on a pretended GPU, by words in it.
 WORKS = "torch.compile is pretended, and always works"
 REASONS = {"said": WORKS, "torch.compile does not work": WORKS, "COMPILE = False": WORKS}
+REASONS["raise"] = "an error that these lines do not know goes on"
 REASONS["not measured"] = "no network of these runs out of memory at a batch of 1"
 
 
