@@ -51,11 +51,12 @@ def test_what_is_asked_for_is_what_pyproject_asks_for():
     [
         "here/notebooks",
         "here",
-        "content/half-the-bits",
-        "content/drive/MyDrive/half-the-bits",
+        "here/notebooks/cloned-here",
+        "here/notebooks/drive/MyDrive/half-the-bits",
         "kaggle/input/half-the-bits",
         "kaggle/input/datasets/somebody/half-the-bits",
         "home/half-the-bits-main",
+        "kaggle/input/somebodys-own",
         "elsewhere",
     ],
 )
@@ -64,16 +65,27 @@ def test_helpers_are_found_where_platforms_put_them(place, tmp_path):
     (tmp_path / place / "helpers" / "ready.py").write_text(f"prepare = lambda: print('found in', {place!r})")
     (tmp_path / "here" / "notebooks").mkdir(parents=True, exist_ok=True)
     result = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", SET_UP.replace('Path("/")', f"Path({str(tmp_path)!r})")],
+        [sys.executable, "-I", "-S", "-c", SET_UP.replace("/kaggle", f"{tmp_path}/kaggle")],
         cwd=tmp_path / "here" / "notebooks",
         env=os.environ | {"HOME": str(tmp_path / "home"), "USERPROFILE": str(tmp_path / "home")},
         capture_output=True,
         text=True,
     )
-    if place == "elsewhere":
+    if place in ("kaggle/input/somebodys-own", "elsewhere"):
         assert result.stderr.splitlines()[-1] == f"AssertionError: {ALONE}"
     else:
         assert result.stdout == f"found in {place}\n", result.stderr
+
+
+def test_a_user_without_a_home_needs_none(tmp_path):
+    """As in a container whose user has no name."""
+    (tmp_path / "helpers").mkdir()
+    (tmp_path / "helpers" / "ready.py").write_text("prepare = lambda: print('found')")
+    nobody = "import pwd\ndef unknown(uid):\n    raise KeyError(uid)\npwd.getpwuid = unknown\n"
+    variables = {name: value for name, value in os.environ.items() if name != "HOME"}
+    command = [sys.executable, "-I", "-S", "-c", nobody + SET_UP]
+    result = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True)
+    assert result.stdout == "found\n", result.stderr
 
 
 # What is asked of pip, which never runs here.
