@@ -19,18 +19,24 @@ MOVE = """input => {
 }"""
 
 
-def move_every_slider(page, count):
-    """Move each of the page's sliders to its other end; what its chart draws and writes must change."""
-    sliders = page.locator(".vega-bind input[type=range]")
-    expect(sliders).to_have_count(count, timeout=60_000)
+def move_every_input(page, count):
+    """Move each slider of the page's charts to its other end, choose another of each list and each row of buttons; what
+    the chart draws and writes must change."""
+    inputs = page.locator(".vega-bind")
+    expect(inputs).to_have_count(count, timeout=60_000)
     for number in range(count):
-        slider = sliders.nth(number)
-        written = slider.locator("xpath=ancestor::*[contains(@class, 'vega-embed')]").locator("svg.marks")
-        before = written.inner_html()
-        slider.evaluate(MOVE)
+        one = inputs.nth(number)
+        drawn = one.locator("xpath=ancestor::*[contains(@class, 'vega-embed')]").locator("svg.marks")
+        before = drawn.inner_html()
+        if one.locator("input[type=range]").count():
+            one.locator("input[type=range]").evaluate(MOVE)
+        elif one.locator("select").count():
+            one.locator("select").select_option(index=one.locator("option").count() - 1)
+        else:
+            one.locator("input[type=radio]:not(:checked)").last.check()
         for _ in range(50):
-            if written.inner_html() != before:
+            if drawn.inner_html() != before:
                 break
             page.wait_for_timeout(100)
-        assert written.inner_html() != before, f"slider {number} moves nothing"
+        assert drawn.inner_html() != before, f"{one.inner_text()} moves nothing"
     assert not page.errors

@@ -15,7 +15,7 @@ from playwright.sync_api import expect
 
 from helpers.bitview import BitView
 from helpers.formats import FORMATS
-from tests.browser import BROWSER, move_every_slider
+from tests.browser import BROWSER, move_every_input
 from tools.execute import NOTEBOOKS
 
 ROOT = NOTEBOOKS.parent
@@ -95,12 +95,20 @@ def test_every_figure_has_a_text_of_its_own(pages):
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome on the PATH")
 @pytest.mark.parametrize(
-    ("name", "sliders"), [("02_rounding_and_range", 2), ("03_loss_scaling", 3), ("06_predict_memory_and_speed", 1)]
+    ("name", "inputs"),
+    [
+        ("00_start_here", 1),
+        ("02_rounding_and_range", 3),
+        ("03_loss_scaling", 4),
+        ("06_predict_memory_and_speed", 5),
+        ("07_fp32_vs_amp_experiment", 1),
+        ("08_faster_training", 3),
+    ],
 )
-def test_sliders_move_on_the_site_from_a_file_and_on_a_phone(site, page, name, sliders):
+def test_charts_move_on_the_site_from_a_file_and_on_a_phone(site, page, name, inputs):
     page.set_viewport_size({"width": 390, "height": 844})
     page.goto(f"file://{site}/notebooks/{name}.html")
-    move_every_slider(page, sliders)
+    move_every_input(page, inputs)
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome on the PATH")
