@@ -108,15 +108,16 @@ def fates(values, scales, title, start=0):
         )
     )
     domain = [int(powers.min()), int(powers.max()) + max(scales) + 2]
-    bars = moved.mark_bar(size=WIDTH / (domain[1] - domain[0]) - 1).encode(
-        x=alt.X("at:Q", title="log2 of the scaled gradient", scale=alt.Scale(domain=domain, nice=False)),
+    bars = moved.transform_calculate(middle="datum.at + 0.5")
+    bars = bars.mark_bar(size=WIDTH / (domain[1] - domain[0]) - 1).encode(
+        x=alt.X("middle:Q", title="log2 of the scaled gradient", scale=alt.Scale(domain=domain, nice=False)),
         y=alt.Y("count:Q", title="how many", scale=alt.Scale(domain=[0, int(1.15 * counts.max())])),
         color=alt.Color("fate:N", scale=alt.Scale(domain=names, range=[COLORS[name] for name in names])),
     )
     shares = moved.transform_calculate(
         lost="datum.at < -25 ? datum.share : 0", over="datum.at >= 16 ? datum.share : 0"
     ).transform_aggregate(lost="sum(lost)", over="sum(over)")
-    says = "'lost ' + format(datum.lost, '.1%') + ', overflowed ' + format(datum.over, '.1%')"
+    says = "'scale 2^' + k + ': lost ' + format(datum.lost, '.1%') + ', overflowed ' + format(datum.over, '.1%')"
     words = shares.transform_calculate(says=says).mark_text(x=4, y=4, fontWeight="bold").encode(text="says:N")
     chart = alt.layer(bars, words).add_params(k).properties(width=WIDTH, height=220, title=title)
     show(chart, f"Histogram with a slider: {title}. The slider multiplies all gradients by a power of two.")
@@ -185,7 +186,8 @@ def drawn_runs(runs, title, start):
     cells = chosen.transform_calculate(ink=ink, x=f"datum.i % {width}", y=f"floor(datum.i / {width})")
     digits = cells.mark_rect().encode(color=grey, **position).properties(width=WIDTH, height=8 * WIDTH // width)
     table = pd.DataFrame(curves, columns=["run", "step", "loss"])
-    x, y = alt.X("step:Q"), alt.Y("loss:Q", scale=alt.Scale(domain=[0, max(table.loss) * 1.3], nice=False))
+    x = alt.X("step:Q", title="step; grey: all runs")
+    y = alt.Y("loss:Q", scale=alt.Scale(domain=[0, max(table.loss) * 1.3], nice=False))
     all_runs = alt.Chart(table).mark_line(opacity=0.15, color=NEUTRAL).encode(x, y, detail="run:N")
     mine = alt.Chart(table).transform_filter("datum.run == weight + ' ' + k")
     line = mine.mark_line(strokeWidth=3, color=color_of("fp16")).encode(x, y)
@@ -228,7 +230,8 @@ def calculator(parts, cards, title):
     says = "model + ', ' + precision + ', ' + batch + ' images, ' + card + ': ' + format(datum.total, '.1f') + ' of '"
     says += " + datum.room + ' GiB, ' + (datum.total > datum.room ? 'too much' : 'it fits')"
     words = total.transform_calculate(says=says).mark_text(x=0, y=-18, fontSize=13).encode(text="says:N")
-    rule = total.mark_rule(strokeDash=[6, 3], strokeWidth=2).encode(x=alt.X("room:Q", title="GiB"))
+    limit = alt.X("room:Q", title="GiB; dashed: there for the step")
+    rule = total.mark_rule(strokeDash=[6, 3], strokeWidth=2).encode(limit)
     chart = alt.layer(bars, rule, words).add_params(*pick.values()).properties(width=WIDTH, height=70)
     chart = chart.properties(title=alt.TitleParams(title, offset=24))
     show(chart, f"A bar of memory with five inputs: {title}. Model, precision, optimizer, batch and card.")
@@ -254,7 +257,7 @@ def verdicts(intervals, title, margins, start):
         )
         scale = alt.Scale(domain=[0, int(rows.seeds.max()) + 2], nice=False)  # room for the last interval
         x = alt.X("seeds:Q", title="seeds in each arm", scale=scale)
-        y = alt.Y("low:Q", title="errors, FP32 = 1", scale=alt.Scale(zero=False))
+        y = alt.Y("low:Q", title="errors, FP32 = 1, 90% interval", scale=alt.Scale(zero=False))
         bands = base.mark_rule(strokeWidth=6).encode(x, y, y2="high:Q", color=alt.Color("verdict:N", scale=colors))
         dots = base.mark_point(filled=True, color="black", size=18, opacity=1).encode(x, y="value:Q")
         panel = alt.layer(bands, dots, line, words)

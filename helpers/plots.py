@@ -4,6 +4,7 @@ everywhere; a title that says what is found; lines named at their ends; readable
 
 import base64
 import io
+import re
 import textwrap
 from itertools import cycle
 
@@ -82,17 +83,23 @@ def _axes(title, width=7.0, height=3.0):
     return axes
 
 
-def _show(figure, what, values):
+def _show(figure, what, values, compared=None):
     """Show the figure, at twice the page's resolution, with a text for whoever cannot see it: what it draws, and a
-    number or words a name."""
+    number or words a name. nbval compares `compared`, or else these `values`, each number to one digit: in the second
+    what was trained differs between CPUs."""
     words = {name: value if isinstance(value, str) else f"{value:,.3g}" for name, value in values.items()}
     alt = f"{what}: {'; '.join(f'{name} {value}' for name, value in words.items())}."
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=2 * figure.dpi, transparent=True)
     width, height = (round(figure.dpi * inches) for inches in figure.get_size_inches())
-    picture = {"image/png": base64.b64encode(file.getvalue()).decode(), "text/plain": repr(figure)}
+    drawn = "; ".join(f"{name} {_to_one_digit(value)}" for name, value in (compared or words).items())
+    picture = {"image/png": base64.b64encode(file.getvalue()).decode(), "text/plain": f"<Figure: {drawn}>"}
     display(picture, metadata={"image/png": {"alt": alt, "width": width, "height": height}}, raw=True)
     plt.close(figure)
+
+
+def _to_one_digit(words):
+    return re.sub(r"\d[\d,]*(\.\d+)?(e[-+]\d+)?", lambda number: f"{float(number[0].replace(',', '')):.1g}", words)
 
 
 def _mark(axes, marks):
@@ -103,13 +110,16 @@ def _mark(axes, marks):
 
 
 def _mark_powers(axes):
-    """Ticks of logarithmic axes at evenly spaced powers of 2 or 10, at most nine of them."""
+    """Ticks of logarithmic axes at evenly spaced powers of 2 or 10, at most nine of them; short ones written out."""
     for axis in (axes.xaxis, axes.yaxis):
         if axis.get_scale() == "log":
             base = axis.get_transform().base
             low, high = np.log(axis.get_view_interval()) / np.log(base)
             step = next(step for step in (1, 2, 4, 8, 16, 32, 64) if (high - low) / step <= 9)
-            axis.set_ticks(base ** (step * np.arange(np.ceil(low / step), np.floor(high / step) + 1)))
+            ticks = base ** (step * np.arange(np.ceil(low / step), np.floor(high / step) + 1))
+            axis.set_ticks(ticks)
+            if ticks[0] >= 0.01 and ticks[-1] < 10_000:
+                axis.set_major_formatter("{x:g}")
             axes.minorticks_off()
 
 
@@ -148,7 +158,8 @@ def bars(values, title, unit, low=None, high=None, reference=None, named="", kin
     axes = _axes(title, height=0.9 + 0.42 * len(values))
     colors = [color.replace(NEUTRAL, "#9a9a9a") for color in map(color_of, values.index if kinds is None else kinds)]
     hatches = [""] * len(values)
-    words = {name: f"{value:,.3g}" for name, value in values.items()}
+    numbers = {name: f"{value:,.3g}" for name, value in values.items()}
+    words = numbers
     if low is not None:
         words = {name: f"{words[name]}, from {low[name]:,.3g} to {high[name]:,.3g}" for name in words}
     if low is not None and reference is not None:
@@ -159,13 +170,15 @@ def bars(values, title, unit, low=None, high=None, reference=None, named="", kin
     error = None if low is None else [(values - low).clip(lower=0), (high - values).clip(lower=0)]
     look = {"color": colors, "hatch": hatches, "ecolor": "#4a4a4a", "edgecolor": "white", "linewidth": 0}
     axes.barh(values.index, values, xerr=error, capsize=4, height=0.65, **look)
-    ends = (values if high is None else high).clip(lower=reference)  # no number on the line
+    ends = values if high is None else high
+    if reference is not None:  # no number on the line
+        ends = ends.mask((ends < reference) & (ends > reference - 0.12 * max(ends)), reference)
     for row, (value, end) in enumerate(zip(values, ends)):
         axes.annotate(f"{value:,.3g}", (end, row), xytext=(6, 0), textcoords="offset points", va="center")
     _mark(axes, {} if reference is None else {named: reference})
     axes.set(xlabel=textwrap.fill(unit, 56), xlim=(0, 1.15 * max(ends)))
     axes.invert_yaxis()
-    _show(axes.figure, f"Bar chart: {title}. {unit}", words)
+    _show(axes.figure, f"Bar chart: {title}. {unit}", words, numbers)  # the middle of an interval is steadier
 
 
 @in_style
@@ -182,7 +195,9 @@ def stacked_bars(table, title, unit):
     axes.set(xlabel=unit, xlim=(0, 1.15 * left.max()))
     axes.invert_yaxis()
     axes.figure.legend(frameon=False, ncols=table.shape[1], loc="outside lower center")
-    _show(axes.figure, f"Stacked bars of {', '.join(table)}: {title}. {unit} in all", left)
+    sums = {row: " + ".join(f"{part:,.3g}" for part in table.loc[row]) for row in table.index}
+    sums = {row: f"{sums[row]} = {total:,.3g}" for row, total in left.items()}
+    _show(axes.figure, f"Stacked bars of {', '.join(table)}: {title}. {unit}", sums)
 
 
 @in_style
@@ -216,7 +231,8 @@ def curves(table, x, y, by, title, log2=(), log10=(), step=False, from_zero=True
         axes.margins(y=0.15)  # room for the words
     if from_zero and y not in (*log2, *log10):
         axes.set_ylim(bottom=0)
-    axes.set(xlabel=x, ylabel=y)
+    several = table.groupby([by, x])[y].nunique().max() > 1
+    axes.set(xlabel=x, ylabel=f"{y}\nmean, least to most" if several else y)
     words = means.agg(lambda line: f"from {line.iloc[0]:,.3g} to {line.iloc[-1]:,.3g}")
     if peaks:
         words = means.max()
@@ -228,7 +244,8 @@ def curves(table, x, y, by, title, log2=(), log10=(), step=False, from_zero=True
             axes.annotate(f"{name}: {peak[1]:,.3g}", peak, textcoords="offset points", color=color, **at)
     elif len(names) > 1:
         _name_ends(axes, {name: (line.dropna().index[-1][1], line.dropna().iloc[-1]) for name, line in means})
-    _show(axes.figure, f"Line chart: {title}. {y} over {x}", words)
+    compared = dict.fromkeys(names, "of several runs") if several else None  # CPUs differ in such means
+    _show(axes.figure, f"Line chart: {title}. {y} over {x}", words, compared)
 
 
 @in_style
@@ -290,7 +307,7 @@ def points(table, x, by, title, reference=None, named=""):
     means = table.groupby(by, sort=False)[x].mean()
     axes.scatter(means, means.index, marker="|", s=500, color=NEUTRAL, zorder=3)
     _mark(axes, {} if reference is None else {named: reference})
-    axes.set(xlabel=x, ylabel="", ylim=(len(means) - 0.5, -0.5))
+    axes.set(xlabel=f"{x}; tall mark: the mean", ylabel="", ylim=(len(means) - 0.5, -0.5))
     _show(axes.figure, f"Dots and their mean: {title}. mean {x}", means)
 
 
@@ -304,8 +321,8 @@ def pictures(rows, title):
     >>> pictures({"FP32": torch.rand(10, 8, 8)}, "Ten digits")  # doctest: +SKIP
     """
     count = max(len(row) for row in rows.values())
-    _, grid = plt.subplots(len(rows), count, figsize=(7, 0.4 + 0.62 * len(rows)), layout="constrained", squeeze=False)
-    grid[0, 0].figure.suptitle(title, x=0.01, ha="left")
+    _, grid = plt.subplots(len(rows), count, figsize=(7, 0.6 + 0.62 * len(rows)), layout="constrained", squeeze=False)
+    grid[0, 0].figure.suptitle(textwrap.fill(title, 66), x=0.01, ha="left")
     for line, (name, row) in zip(grid, rows.items()):
         for axes, picture in zip(line, row):
             colored = picture.ndim == 3
@@ -315,7 +332,7 @@ def pictures(rows, title):
             axes.set(xticks=[], yticks=[])
             axes.spines[:].set_visible(False)
         line[0].set_ylabel(name, rotation=0, ha="right", va="center", color=color_of(name))
-    words = {name: f"{len(row)} pictures" for name, row in rows.items()}
+    words = {name: f"{len(row)} pictures, mean {row.float().mean():.2f}" for name, row in rows.items()}
     _show(grid[0, 0].figure, f"Rows of pictures: {title}", words)
 
 

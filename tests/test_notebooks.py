@@ -167,17 +167,34 @@ def test_the_road_map_lists_every_notebook():
             assert f"| {minutes} |" in row, row
 
 
-@pytest.mark.parametrize(("stored", "status"), [("4,008,829 parameters", 0), ("4,008,828 parameters", 1)])
-def test_one_changed_number_makes_the_test_command_fail(stored, status, tmp_path):
-    """The negative control, under the project's own settings: did they compare nothing, a wrong number would pass."""
-    cell = nbformat.v4.new_code_cell("print('4,008,829 parameters')", execution_count=1)
-    cell.outputs = [nbformat.v4.new_output("stream", name="stdout", text=f"{stored}\n")]
-    nbformat.write(nbformat.v4.new_notebook(cells=[cell]), tmp_path / "control.ipynb")
-    command = [sys.executable, "-m", "pytest", "-c", ROOT / "pyproject.toml", "--no-cov", tmp_path / "control.ipynb"]
+def one_cell(source, *outputs):
+    cell = nbformat.v4.new_code_cell(source, execution_count=1)
+    cell.outputs = list(outputs)
+    return nbformat.v4.new_notebook(cells=[cell])
+
+
+def fails_under_the_test_command(notebook, folder):
+    nbformat.write(notebook, folder / "control.ipynb")
+    command = [sys.executable, "-m", "pytest", "-c", ROOT / "pyproject.toml", "--no-cov", folder / "control.ipynb"]
     variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=variables)
-    assert result.returncode == status, result.stdout
-    assert f"1 {'failed' if status else 'passed'}" in result.stdout
+    assert f"1 {'failed' if result.returncode else 'passed'}" in result.stdout, result.stdout
+    return bool(result.returncode)
+
+
+@pytest.mark.parametrize(("stored", "fails"), [("4,008,829 parameters", False), ("4,008,828 parameters", True)])
+def test_one_changed_number_makes_the_test_command_fail(stored, fails, tmp_path):
+    """The negative control, under the project's own settings: did they compare nothing, a wrong number would pass."""
+    output = nbformat.v4.new_output("stream", name="stdout", text=f"{stored}\n")
+    assert fails_under_the_test_command(one_cell("print('4,008,829 parameters')", output), tmp_path) == fails
+
+
+def test_two_names_changed_in_a_figure_make_the_test_command_fail(tmp_path):
+    draw = "import pandas as pd\nfrom helpers import plots\nplots.bars(pd.Series({'fp16': 1.0, 'bf16': 2.0}), '', '')"
+    nbformat.write(one_cell(draw), tmp_path / "figure.ipynb")
+    (cell,) = execute(tmp_path / "figure.ipynb").cells
+    swapped = draw.replace("fp16", "FP").replace("bf16", "fp16").replace("FP", "bf16")
+    assert fails_under_the_test_command(one_cell(swapped, *cell.outputs), tmp_path)
 
 
 @pytest.mark.slow
@@ -258,3 +275,49 @@ def test_diverged_runs_are_reported_and_not_plotted_as_numbers(tmp_path, monkeyp
     assert "diverged: 2 of 2 runs" in printed
     for arm in ("FP32", "fp16 + GradScaler", "bf16"):
         assert [run["accuracy"] for run in saved["07 training", arm]["runs"]] == [None, None]
+
+
+LADDER_INTERRUPTED = """
+import sys
+from helpers import measure
+warm_up, progress, races, runs = measure.warm_up, measure.progress, [], []
+def stop_in_the_third_race(*arguments, **more):
+    if sys._getframe(1).f_code.co_name == "race":
+        races.append(1)
+        if len(races) == 5:  # two steps a race
+            raise KeyboardInterrupt
+    return warm_up(*arguments, **more)
+def stop_in_the_third_training(*arguments, **more):
+    if sys._getframe(1).f_code.co_name == "train":
+        runs.append(1)
+        if len(runs) == 3:
+            raise KeyboardInterrupt
+    return progress(*arguments, **more)
+measure.warm_up, measure.progress = stop_in_the_third_race, stop_in_the_third_training
+"""
+
+
+@pytest.mark.slow
+def test_an_interrupted_ladder_keeps_the_comparisons_and_runs_that_are_complete(tmp_path, monkeypatch):
+    for variable, value in environment(tmp_path / "records").items():
+        monkeypatch.setenv(variable, value)
+    monkeypatch.setenv("HALF_THE_BITS_ROUNDS", "2")
+    notebook = nbformat.read(NOTEBOOKS / "08_faster_training.ipynb", as_version=4)
+    # Without the other measurements, and without the figures, which ask for a ladder that is whole.
+    others = [
+        cell
+        for cell in code_cells(notebook)
+        if "figure-only" in cell.metadata.get("tags", []) or re.search(r"measure\.compare\(|def rate", cell.source)
+    ]
+    notebook.cells = [cell for cell in code_cells(notebook) if cell not in others or "def race" in cell.source]
+    last = next(i for i, cell in enumerate(notebook.cells) if "runs.append(train" in cell.source)
+    notebook.cells = notebook.cells[: last + 1]
+    nbformat.write(notebook, tmp_path / "part.ipynb")
+    cells = code_cells(execute(tmp_path / "part.ipynb", LADDER_INTERRUPTED))
+    printed = "\n".join(text for cell in cells for text in text_outputs(cell))
+    assert "Interrupted: the comparisons that are complete are kept." in printed
+    assert "2 comparisons, each with an interval" in printed
+    assert "Interrupted: the runs that are complete are kept." in printed and "\n2 runs\n" in printed
+    saved = [json.loads(file.read_text()) for file in Path(tmp_path / "records").glob("*.json")]
+    ladder = [record["what"]["arm"] for record in saved if record["what"]["experiment"] == "08 ladder"]
+    assert ladder == ["channels_last against the posts' loop", "uint8 from the loader against channels_last"]

@@ -31,7 +31,7 @@ def figure(monkeypatch):
         picture, facts = Image.open(io.BytesIO(base64.b64decode(data["image/png"]))), metadata["image/png"]
         assert picture.size == (2 * facts["width"], 2 * facts["height"]), "twice the page's resolution"
         assert picture.convert("RGBA").getpixel((0, 0))[3] == 0, "a white slab on a dark page"
-        drawn.alt = facts["alt"]
+        drawn.alt, drawn.compared = facts["alt"], data["text/plain"]
         return drawn
 
     return draw
@@ -68,12 +68,26 @@ def test_an_interval_that_ends_at_the_reference_contains_it(figure, low, high, g
 
 
 def test_the_reference_of_bars_is_named_and_their_numbers_do_not_lie_on_it(figure):
-    drawn = figure(plots.bars, pd.Series({"FP32": 1.0, "bf16": 1.62}), "Errors", "times", reference=1.2, named="limit")
+    values = pd.Series({"FP32": 1.0, "bf16": 1.62, "fp16": 0.6})
+    drawn = figure(plots.bars, values, "Errors", "times", reference=1.1, named="limit")
     (line,) = drawn.axes[0].lines
-    assert line.get_xdata() == [1.2, 1.2]
+    assert line.get_xdata() == [1.1, 1.1]
     assert {to_hex(line.get_color()), to_hex(line.get_gapcolor())} == {"#333333", "#ffffff"}, "seen on dark and light"
     words = {text.get_text(): text.xy for text in drawn.axes[0].texts}
-    assert words == {"1": (1.2, 0), "1.62": (1.62, 1), "limit": (1.2, 1)}
+    assert words == {"1": (1.1, 0), "1.62": (1.62, 1), "0.6": (0.6, 2), "limit": (1.1, 1)}
+
+
+def test_nbval_compares_which_number_belongs_to_which_name(figure):
+    """To one digit, and of an interval the middle: in the rest runs differ between CPUs."""
+    speed = pd.Series({"FP32": 1.0, "bf16": 1.62})
+    drawn = figure(plots.bars, speed, "Speed", "times", low=speed - 0.1, high=speed + 0.2, reference=1)
+    assert drawn.compared == "<Figure: FP32 1; bf16 2>"
+    table = pd.DataFrame({"step": [1, 2, 1, 2], "loss": [17, 8.08e-11, 65504, 0.5], "arm": ["a", "a", "b", "b"]})
+    drawn = figure(plots.curves, table, "step", "loss", "arm", "Loss", log10=["loss"])
+    assert drawn.compared == "<Figure: a from 2e+01 to 8e-11; b from 7e+04 to 0.5>"
+    two_runs = pd.concat([table, table.assign(loss=1.0)])
+    drawn = figure(plots.curves, two_runs, "step", "loss", "arm", "Loss", log10=["loss"])
+    assert drawn.compared == "<Figure: a of several runs; b of several runs>"
 
 
 def test_a_long_unit_of_bars_stays_within_the_picture(figure):
@@ -104,7 +118,7 @@ def test_stacked_bars_add_up_and_differ_in_more_than_colour(figure):
     assert {"4", "2.5", "kept", "weights", "MB"} <= set(texts(drawn))
     assert len({bar.get_hatch() for bar in drawn.axes[0].patches}) == 2
     assert drawn.axes[0].get_xlim()[0] == 0
-    assert drawn.alt == "Stacked bars of kept, weights: Memory. MB in all: FP32 4; bf16 2.5."
+    assert drawn.alt == "Stacked bars of kept, weights: Memory. MB: FP32 3 + 1 = 4; bf16 1.5 + 1 = 2.5."
 
 
 @pytest.mark.parametrize("plot", [plots.curves, plots.points])
@@ -175,10 +189,10 @@ def test_points_show_every_run_and_the_mean(figure):
 
 @pytest.mark.parametrize("shape", [(8, 6), (3, 8, 6)])
 def test_rows_of_pictures_bear_their_names(shape, figure):
-    drawn = figure(plots.pictures, {"original": torch.rand(4, *shape), "fp16": torch.rand(3, *shape)}, "Digits")
+    drawn = figure(plots.pictures, {"original": torch.ones(4, *shape), "fp16": torch.zeros(3, *shape)}, "Digits")
     assert {"original", "fp16", "Digits"} <= set(texts(drawn))
     assert drawn.axes[0].images[0].get_array().shape[:2] == (8, 6)
-    assert drawn.alt == "Rows of pictures: Digits: original 4 pictures; fp16 3 pictures."
+    assert drawn.alt == "Rows of pictures: Digits: original 4 pictures, mean 1.00; fp16 3 pictures, mean 0.00."
 
 
 def test_histogram_counts_between_the_edges(figure):
