@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pandas as pd
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -266,8 +266,38 @@ def _rows(fn, args, device_type, dtype):
     return ops.rows
 
 
-# What torch says of a tensor that is not on the device.
-_ELSEWHERE = "to FakeTensors first", "same device", "expected device", "weight type (torch.FloatTensor)"
+# What torch says of a tensor that is not on the device, and of a backward pass where none is foreseen.
+_ELSEWHERE = "to FakeTensors first", "same device", "expected device", "weight type (torch.FloatTensor)", "two devices"
+_BACKWARD = "hasPrimaryContext", "unpack_hook", "does not require grad"
+
+
+@contextmanager
+def in_words(what):
+    """Say as a ValueError what keeps `what` from being run on fake tensors, where torch speaks of its own insides."""
+    try:
+        yield
+    except (AssertionError, RuntimeError, TypeError) as error:
+        said = str(error)
+        if isinstance(error, DataDependentOutputException | DynamicOutputShapeException) or ".numpy()" in said:
+            words = "asks for values, as .item(), an if and a mask as an index do, and there are none"
+        elif any(part in said for part in _ELSEWHERE):
+            words = "uses tensors from outside or on another device: pass every module and tensor as an argument, "
+            words += "make them attributes of a module, and make new ones on that device"
+        elif any(part in said for part in _BACKWARD):
+            words = "runs backward itself, or an op that does; only a forward pass can be traced"
+        elif "fake impl" in said or "cannot pickle" in said or "ScriptObject" in said:
+            words = f"cannot be copied or run without values by torch {torch.__version__}: {said.partition(chr(10))[0]}"
+        elif "indices" in said:
+            words = "takes whole numbers (nn.Embedding?); only float images are predicted"
+        else:
+            raise
+        raise ValueError(f"{what} {words}") from None
+
+
+def tensors_of(model):
+    """A module's parameters and buffers, and the tensors that it or a module in it has as plain attributes."""
+    attributes = tree_leaves([value for module in model.modules() for value in vars(module).values()])
+    return [*model.parameters(), *model.buffers(), *(t for t in attributes if isinstance(t, torch.Tensor))]
 
 
 def trace_casts(fn, *args, device_type="cuda", dtype=torch.float16, fake=None):
@@ -284,7 +314,8 @@ def trace_casts(fn, *args, device_type="cuda", dtype=torch.float16, fake=None):
     written by these casts) and `module` (the innermost that was running, "Global" for none).
 
     Raises ValueError where the device is missing and is not "cuda", the only one that fake tensors stand in for here,
-    for a dtype that autocast does not cast to, and where `fn` uses tensors that are neither copies nor on the device.
+    for a dtype that autocast does not cast to, and where `fn` uses tensors that are neither copies nor on the device,
+    asks for values that fake tensors do not have, or runs backward.
 
     Examples
     --------
@@ -299,10 +330,11 @@ def trace_casts(fn, *args, device_type="cuda", dtype=torch.float16, fake=None):
         fake = device_type != "cpu" and not torch.get_device_module(device_type).is_available()
     if fake and device_type != "cuda":
         raise ValueError(f"there is no {device_type} device here; without one, only cuda and cpu can be traced")
-    with FakeTensorMode() if fake else nullcontext():
+    with FakeTensorMode() if fake else nullcontext(), in_words("fn"):
         copies = {}
         for leaf in tree_leaves((fn, args)):
-            tensors = [*leaf.parameters(), *leaf.buffers()] if isinstance(leaf, torch.nn.Module) else [leaf]
+            leaf = getattr(leaf, "__self__", leaf)  # a method's object
+            tensors = tensors_of(leaf) if isinstance(leaf, torch.nn.Module) else [leaf]
             copies |= {id(t): on_device(t, device_type, fake) for t in tensors if isinstance(t, torch.Tensor)}
         fn, args = copy.deepcopy((fn, args), copies)
         try:
@@ -312,11 +344,4 @@ def trace_casts(fn, *args, device_type="cuda", dtype=torch.float16, fake=None):
                 raise
             with torch.backends.cudnn.flags(enabled=False):
                 rows = _rows(fn, args, device_type, dtype)
-        except (AssertionError, RuntimeError) as error:
-            if not any(said in str(error) for said in _ELSEWHERE):
-                raise
-            raise ValueError(
-                f"fn uses tensors that are not on {device_type}: pass every module and tensor as an argument, and make "
-                "new ones on that device"
-            ) from None
     return pd.DataFrame(rows, columns=["op", "inputs", "output", "casts", "cast_bytes", "module"])

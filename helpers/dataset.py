@@ -56,7 +56,7 @@ def load_table(csv, classes=2):
         raise DatasetError(f"{csv} cannot be read as a CSV file: {error}. Save it as UTF-8, comma-separated.") from None
 
     missing = [column for column in COLUMNS if column not in table]
-    for sign, name in [(";", "semicolons"), ("\t", "tabs")]:
+    for sign, name in [(";", "semicolons"), ("\t", "tabs"), ("|", "bars")]:
         if missing and sign in table.columns[0]:
             raise DatasetError(f"{csv} has {name} between its columns. Save it with commas.")
     if missing:
@@ -89,11 +89,16 @@ def _problem(row, folder, classes, lines):
         return f"{row.image}: {row.path!r} leads out of {folder}. Move the image in, or write an absolute path."
     if not os.path.isfile(file):  # noqa: PTH113 (Path.is_file raises on names that no file can have)
         return _unreadable(file)
-    found = file.stat()
-    first = lines.setdefault((found.st_dev, found.st_ino or file), row.line)  # a link is the file that it leads to
+    first = lines.setdefault(_identity(row.file), row.line)
     if first != row.line:
         return f"{row.image} is the same file as on line {first}. Remove one of the two rows."
     return None
+
+
+def _identity(file):
+    """What two names of one file share: a link is the file that it leads to."""
+    found = os.stat(file)  # noqa: PTH116
+    return found.st_dev, found.st_ino or file
 
 
 def _raise_if_any(source, problems):
@@ -212,8 +217,9 @@ def load_pair(train_csv, held_out_csv=None, held_out_share=0.2, classes=2):
     table, beside = load_table(train_csv, classes), Path(train_csv).expanduser().with_name("held_out.csv")
     if held_out_csv is not None or beside.is_file():
         held_out = load_table(held_out_csv or beside, classes)
-        if common := set(table.file) & set(held_out.file):
-            raise DatasetError(f"{min(common)} and {len(common) - 1} more are in both tables. Test on other images.")
+        same = table.file.map(_identity).isin(set(held_out.file.map(_identity)))
+        if common := sorted(table.file[same]):
+            raise DatasetError(f"{common[0]} and {len(common) - 1} more are in both tables. Test on other images.")
         return table, held_out
     try:
         train, held_out = train_test_split(table, test_size=held_out_share, stratify=table.label, random_state=0)

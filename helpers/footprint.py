@@ -9,7 +9,7 @@ import heapq
 import math
 import weakref
 from collections import Counter
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import count
@@ -18,7 +18,7 @@ from unittest.mock import patch
 import numpy as np
 import pandas as pd
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import binary_cross_entropy_with_logits, scaled_dot_product_attention
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import conv_flop_count, flop_registry
 
-from helpers.autocast import autocast_on, on_device
+from helpers.autocast import autocast_on, in_words, on_device, tensors_of
 
 # Memory in GiB: a card sold with 24 GB has 24 GiB, and the driver keeps up to 2% of it. Bandwidth in GB/s, 1e9 bytes.
 # Rates in TFLOP/s without sparsity (a datasheet that gives those with sparsity gives twice as much), those of 16-bit
@@ -273,30 +273,7 @@ def _autocast(device_type, dtype=None, enabled=True, cache_enabled=True):
     return autocast_on(device_type, dtype, cache_enabled) if enabled else nullcontext()
 
 
-@contextmanager
-def _in_words():
-    """Says what keeps a model from being predicted, where torch speaks of its own insides."""
-    try:
-        yield
-    except AssertionError as error:
-        if "convert all Tensors to FakeTensors" not in str(error):
-            raise
-        raise ValueError("the model uses tensors from outside; make them attributes of a module, or buffers") from None
-    except RuntimeError as error:
-        if isinstance(error, DataDependentOutputException | DynamicOutputShapeException) or ".numpy()" in str(error):
-            raise ValueError(
-                "the model or its optimizer asks for values, as .item(), an if and a mask as an index do, and a "
-                "prediction has none; compute with tensors alone, as torch.where does"
-            ) from None
-        if "fake impl" in str(error):
-            said = str(error).partition("\n")[0]
-            raise ValueError(f"torch {torch.__version__} cannot run all of this model without values: {said}") from None
-        if "indices" in str(error):
-            raise ValueError("the model takes whole numbers (nn.Embedding?); only float images are predicted") from None
-        raise
-
-
-@_in_words()
+@in_words("the model or its optimizer")
 def _record(model, input_shape, precision, optimizer, device_type):
     """Run one training step on fake tensors; the _Recorder that saw it."""
     if precision not in PRECISIONS:
@@ -309,10 +286,14 @@ def _record(model, input_shape, precision, optimizer, device_type):
     dtype = torch.bfloat16 if precision == "pure_bf16" else None
     seen = _Recorder()
     with FakeTensorMode():
-        attributes = [value for module in model.modules() for value in vars(module).values()]
-        tensors = [*model.parameters(), *model.buffers(), *_tensors(attributes)]
+        tensors = tensors_of(model)
         if any(map(is_lazy, tensors)):
             raise ValueError("lazy modules have no shapes yet; in build_model, call the model once before returning it")
+        others = {weight.dtype for weight in model.parameters() if weight.is_floating_point()} - {torch.float32}
+        if others and precision in ("fp32", "tf32"):
+            raise ValueError(f"the model has weights of {others.pop()}; for 16-bit weights the precision is pure_bf16")
+        if device_type == "cpu" and any(isinstance(module, torch.nn.LSTM) for module in model.modules()):
+            raise ValueError("on a CPU an LSTM keeps a workspace of oneDNN's, which is not predicted; predict for cuda")
         model = copy.deepcopy(model, {id(tensor): on_device(tensor, device_type, True, dtype) for tensor in tensors})
         optimizer = make_optimizer(model.parameters())
         if isinstance(optimizer, torch.optim.LBFGS):
@@ -394,8 +375,9 @@ def predict_memory(build_model, input_shape, precision, optimizer="sgd_momentum"
     more in its step for some (RMSprop, Adam without fused).
 
     Raises ValueError for an unknown precision, optimizer or device type, for a model that returns no tensor to train
-    on, asks for values, takes whole numbers, or uses sparse gradients, lazy modules or tensors of no module, for LBFGS,
-    for reentrant checkpointing, and, on old versions of torch, for an autograd.Function written in Python.
+    on, asks for values, takes whole numbers, runs backward itself, or uses sparse gradients, lazy modules or tensors of
+    no module, for weights that do not fit the precision, LBFGS, an LSTM on a CPU, reentrant checkpointing, and, on old
+    versions of torch, an autograd.Function written in Python. A model compiled with torch.compile is predicted eager.
 
     Examples
     --------
@@ -436,7 +418,12 @@ def largest_batch(gpu_memory, build_model, image_shape, precision, optimizer="sg
 
     @cache
     def peak(batch):
-        return predict_memory(lambda: model, (batch, *image_shape), precision, optimizer).peak
+        try:
+            return predict_memory(lambda: model, (batch, *image_shape), precision, optimizer).peak
+        except ValueError as error:
+            if batch == 1 and "more than 1 value per channel" in str(error):  # batch norm cannot train on one image
+                return math.inf
+            raise
 
     before, batch = 16, 32
     for _ in range(4):  # follow the straight line through the last two points; the peak is nearly straight

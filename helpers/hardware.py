@@ -68,7 +68,10 @@ def _named(name):
 
 def full_size():
     """Whether a GPU gets the numbers of a real experiment: not where HALF_THE_BITS_SIZE is "small", as in tests."""
-    return os.environ.get("HALF_THE_BITS_SIZE") != "small"
+    chosen = os.environ.get("HALF_THE_BITS_SIZE") or "full"
+    if chosen not in ("full", "small"):
+        raise ValueError(f"HALF_THE_BITS_SIZE is {chosen!r}; set it to full or small, or unset it")
+    return chosen == "full"
 
 
 def _nvidia_gpu():
@@ -252,10 +255,11 @@ def commit():
     helpers = Path(__file__).resolve().parent
 
     def git(*words):
-        return subprocess.run(["git", "-C", helpers, *words], capture_output=True, text=True, check=True).stdout.strip()
+        said = subprocess.run(["git", "-C", helpers, *words], capture_output=True, check=True).stdout
+        return said.decode(errors="replace").strip()  # a path's name may not be text in this locale
 
     try:
-        if git("rev-parse", "--show-cdup") == "../":  # a path's name may not be text in this locale
+        if git("rev-parse", "--show-cdup") == "../":
             return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", ".", "../notebooks") else "")
     except (OSError, subprocess.CalledProcessError):
         pass

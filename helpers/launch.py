@@ -18,7 +18,7 @@ class Launch:
 
     `status`: its exit status. `printed`: for each rank all that it printed; a process that was restarted goes on where
     the one before it ended. `errors`: for each rank the last line of its error output. `message`: the last error that
-    torchrun itself reported, on one line; "" if there was none.
+    torchrun itself reported, on one line, or else its last words; "" if it ended well.
     """
 
     status: int
@@ -69,8 +69,11 @@ def torchrun(script, *arguments, processes=2, options=("--standalone",), timeout
         finally:
             _end(agent, logs)
         printed, errors = ([_read(logs, rank, name) for rank in range(processes)] for name in ("stdout", "stderr"))
-        raised = re.findall(r"^[\w.]*(?:Error|Exception)\b.*", report.read_text(errors="replace"), re.MULTILINE)
-    return Launch(status, printed, [error.strip().rpartition("\n")[2] for error in errors], (raised or [""])[-1])
+        said = report.read_text(errors="replace").strip()
+        raised = re.findall(r"^[\w.]*(?:Error|Exception)\b.*", said, re.MULTILINE)
+    last = said.rpartition("\n")[2] or f"torchrun ended with status {status}"
+    message = (raised or [last])[-1] if status else ""
+    return Launch(status, printed, [error.strip().rpartition("\n")[2] for error in errors], message)
 
 
 def _read(logs, rank, name):

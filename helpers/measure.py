@@ -63,7 +63,10 @@ class WarmUp:
 
 def _at_most(rounds):
     """`rounds`, or fewer where HALF_THE_BITS_ROUNDS says so: tests time everything, and need no narrow intervals."""
-    return min(rounds, int(os.environ.get("HALF_THE_BITS_ROUNDS", rounds)))
+    most = os.environ.get("HALF_THE_BITS_ROUNDS") or str(rounds)
+    if not most.isdecimal() or int(most) < 1:
+        raise ValueError(f"HALF_THE_BITS_ROUNDS is {most!r}; set it to a whole number from 1 on, or unset it")
+    return min(rounds, int(most))
 
 
 def warm_up(step, device, steps=5, tolerance=0.01, at_most=18):
@@ -101,9 +104,9 @@ def compare(arms, device, images, rounds=20, steps=10, drop=2, seed=0):
     """Time every arm in every round, in ABBA order.
 
     `arms` maps a name to a function of no argument that does one training step on `images` images. Returns a
-    DataFrame with one row a block: round, arm, seconds (of one step). An interrupt, or Jupyter's stop button, ends
-    the measurement and keeps the rounds that were complete (`attrs["complete"]` is then False); without one, the
-    interrupt goes on.
+    DataFrame with one row a block: round, arm, seconds (of one step). An interrupt (Jupyter's stop button) or an
+    error ends the measurement, is told, and leaves the rounds that were complete (`attrs["complete"]` is then False);
+    without one, it goes on.
     """
     rows, rounds = [], _at_most(rounds)
     with progress(total=rounds * len(arms), desc="Timing", unit="block") as bar:
@@ -116,8 +119,9 @@ def compare(arms, device, images, rounds=20, steps=10, drop=2, seed=0):
                     bar.set_postfix_str(f"{name}: {images / seconds:,.0f} images/s")
                     bar.update()
                 rows += block
-        except KeyboardInterrupt:
-            print(f"Interrupted: {len(rows) // len(arms)} of {rounds} rounds are complete and kept.")
+        except (KeyboardInterrupt, Exception) as stop:
+            why = "Interrupted" if isinstance(stop, KeyboardInterrupt) else f"Stopped by {type(stop).__name__}: {stop}"
+            print(f"{why}: {len(rows) // len(arms)} of {rounds} rounds are complete and kept.")
             if not rows:
                 raise
     times = pd.DataFrame(rows, columns=["round", "arm", "seconds"])

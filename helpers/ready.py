@@ -90,7 +90,7 @@ def _installed():
 
 def _install(missing):
     names = ", ".join(missing)
-    if os.environ.get("HALF_THE_BITS_INSTALL") == "no":
+    if os.environ.get("HALF_THE_BITS_INSTALL", "yes").lower() in ("no", "0", "false"):
         raise NotReady(f"Missing: {names}. HALF_THE_BITS_INSTALL is no: install them yourself, or unset it.")
     installer = [sys.executable, "-m", "pip", "install", "--retries=1"]
     if not find_spec("pip"):

@@ -14,7 +14,7 @@ from pathlib import Path
 from jsonschema import Draft202012Validator
 
 DATA = Path(__file__).resolve().parent.parent / "data"
-RECORDS = DATA / "records"
+RECORDS = (DATA / "records").resolve()
 SCHEMA = DATA / "record.schema.json"
 
 
@@ -26,7 +26,7 @@ def save_folder():
     """Where `save` writes: what the environment variable HALF_THE_BITS_SAVE_TO names, or else `data/records`; where
     that cannot be written, `half-the-bits-records` in the working folder or in the folder for temporary files."""
     if chosen := os.environ.get("HALF_THE_BITS_SAVE_TO"):
-        return Path(chosen).resolve()
+        return Path(chosen).expanduser().resolve()
     others = [place / "half-the-bits-records" for place in (Path.cwd(), Path(tempfile.gettempdir()))]
     return next((folder.resolve() for folder in (RECORDS, *others) if _is_writable(folder)), RECORDS)
 
@@ -75,7 +75,7 @@ def save(record):
     """
     try:
         text = json.dumps(record, indent=1, allow_nan=False, default=lambda number: number.item()) + "\n"
-    except (AttributeError, RuntimeError, ValueError) as error:
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         raise RecordError(f"This record is not plain JSON: {error}. Store numbers and text only.") from None
     validate(json.loads(text))
     to = save_folder()
@@ -126,17 +126,18 @@ def load(experiment):
 def load_all():
     """All records of the suite and the reader's own, oldest first, as a list of dicts.
 
-    A file that is no valid record is left out; a printed sentence names it and what is wrong with it.
+    A record whose file was copied is there once. A file that is no valid record is left out; a printed sentence names
+    it and what is wrong with it.
     """
-    records, left_out = [], []
+    records, left_out = {}, []
     for path in sorted({path for folder in (RECORDS, save_folder()) for path in folder.glob("*.json")}):
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
-            json.dumps(record, allow_nan=False)  # loads takes NaN, Infinity and 1e999, which are not JSON
+            text = json.dumps(record, allow_nan=False)  # loads takes NaN, Infinity and 1e999, which are not JSON
             validate(record)
-            records.append(record)
+            records[text] = record
         except (OSError, ValueError, RecursionError) as error:
             left_out.append(textwrap.shorten(f"{path} is no valid record: {error}", 500))
     if left_out:
         print(f"Records left out: {len(left_out)}. Delete or mend each, or restore it from Git:", *left_out, sep="\n  ")
-    return sorted(records, key=lambda record: record["when"])
+    return sorted(records.values(), key=lambda record: record["when"])

@@ -281,14 +281,28 @@ def test_what_cannot_be_traced_is_refused_in_words():
     with pytest.raises(ValueError, match="pass every module and tensor as an argument"):
         trace_casts(lambda x: layer(x), torch.ones(1, 2))
     elsewhere = torch.nn.Linear(2, 2, device="meta")
-    with pytest.raises(ValueError, match="not on cpu: pass every module and tensor as an argument"):
+    with pytest.raises(ValueError, match="pass every module and tensor as an argument"):
         trace_casts(lambda x: elsewhere(x), torch.ones(1, 2), device_type="cpu", dtype=torch.bfloat16)
     for dtype in (torch.int8, torch.float32):
         with pytest.raises(ValueError, match=f"casts to torch.float16 or torch.bfloat16, not to {dtype}"):
             trace_casts(layer, torch.ones(1, 2), dtype=dtype)
+    with pytest.raises(ValueError, match=r"^fn asks for values, as \.item"):
+        trace_casts(lambda x: x * x.sum().item(), torch.ones(1, 2), fake=True)
+    for device_type, fake in [("cuda", True), ("cpu", False)]:
+        with pytest.raises(ValueError, match=r"^fn runs backward itself"):
+            backward = lambda layer, x: layer(x).sum().backward()
+            trace_casts(backward, layer, torch.ones(1, 2), device_type=device_type, dtype=torch.bfloat16, fake=fake)
     missing = next(name for name in ("mps", "xpu") if not torch.get_device_module(name).is_available())
     with pytest.raises(ValueError, match=f"there is no {missing} device here"):
         trace_casts(layer, torch.ones(1, 2), device_type=missing)
+
+
+def test_a_method_and_a_plain_tensor_of_a_module_are_found():
+    layer = torch.nn.Linear(2, 2)
+    layer.plain = torch.ones(2)
+    assert len(trace_casts(layer.forward, torch.ones(1, 2), fake=True)) == 2
+    plain = lambda layer, x: layer(x) * layer.plain
+    assert trace_casts(plain, layer, torch.ones(1, 2), fake=True).op.iloc[-1] == "aten::mul.Tensor"
 
 
 @pytest.mark.parametrize(

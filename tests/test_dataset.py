@@ -146,7 +146,7 @@ def test_lines_are_counted_as_an_editor_does(photos):
     assert "line 6: " in message(write_csv(photos.parent, rows, header="image,path,label,note"))
 
 
-@pytest.mark.parametrize("sign, name", [(";", "semicolons"), ("\t", "tabs")])
+@pytest.mark.parametrize("sign, name", [(";", "semicolons"), ("\t", "tabs"), ("|", "bars")])
 def test_another_separator_is_named(photos, sign, name):
     photos.write_text(photos.read_text().replace(",", sign))
     assert f"has {name} between its columns. Save it with commas." in message(photos)
@@ -242,6 +242,12 @@ def test_one_csv_is_split_the_same_way_every_time(photos):
 def test_held_out_csv_beside_the_training_csv_is_used(photos):
     beside = photos.with_name("held_out.csv")
     beside.write_text("image,path,label\nb.png,photos,0\n")
+    same_by_another_name = photos.parent / "linked"
+    same_by_another_name.symlink_to(photos.parent / "photos")
+    linked = photos.with_name("linked.csv")
+    linked.write_text("image,path,label\nb.png,linked,0\n")
+    with pytest.raises(DatasetError, match=r"b\.png and 0 more are in both tables"):
+        load_pair(photos, linked)
     with pytest.raises(DatasetError, match=r"b\.png and 0 more are in both tables"):
         load_pair(photos)
     write_csv(photos.parent, ["a.jpg,photos,1"])

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import threading
 import warnings
 from functools import cache
 
@@ -384,6 +385,12 @@ class Lookup(nn.Embedding):
         return super().forward(x.long())
 
 
+class WithALock(nn.Linear):
+    def __init__(self):
+        super().__init__(12, 1)
+        self.lock = threading.Lock()
+
+
 ELSEWHERE = torch.ones(12)
 
 
@@ -398,10 +405,14 @@ ELSEWHERE = torch.ones(12)
         (lambda: Doing(lambda y, x: y * ELSEWHERE), "sgd", "make them attributes of a module"),
         (lambda: Lookup(9, 1, sparse=True), "sgd", "sparse=False"),
         pytest.param(lambda: nn.Embedding(9, 1), "sgd", "takes whole numbers", marks=NEWER),
-        (lambda: Doing(lambda y, x: without_a_fake(y)), "sgd", "cannot run all of this model without values"),
+        (lambda: Doing(lambda y, x: without_a_fake(y)), "sgd", "cannot be copied or run without values"),
         (lambda: nn.EmbeddingBag(9, 1), "sgd", "takes whole numbers"),
         (lambda: nn.Linear(12, 1), torch.optim.LBFGS, "take another optimizer"),
         (lambda: nn.LazyLinear(1), "sgd", "call the model once"),
+        (lambda: nn.Linear(12, 1).half(), "sgd", "weights of torch.float16; for 16-bit weights the precision is pure"),
+        (lambda: Doing(lambda y, x: y * torch.autograd.grad(y.sum(), y)[0]), "sgd", "runs backward itself"),
+        (lambda: Doing(lambda y, x: y * torch.ones(12)), "sgd", "on another device"),
+        (WithALock, "sgd", "cannot be copied"),
         (lambda: nn.Sequential(nn.Linear(12, 1), nn.LazyBatchNorm1d(affine=False)), "sgd", "call the model once"),
     ],
 )
@@ -421,9 +432,20 @@ def test_a_models_own_error_is_not_reworded(error):
 
 def test_a_model_with_nothing_to_train_is_refused():
     with pytest.raises(ValueError, match="must return one tensor"):
-        predict_memory(lambda: nn.LSTM(12, 1, batch_first=True), (2, 3, 12), "fp32", device_type="cpu")
+        predict_memory(lambda: nn.GRU(12, 1, batch_first=True), (2, 3, 12), "fp32", device_type="cpu")
     with pytest.raises(ValueError, match="empty parameter list"):
         predict_memory(nn.Flatten, (2, 3, 12), "fp32")
+
+
+def test_an_lstm_on_a_cpu_is_refused_as_onednn_keeps_a_workspace():
+    with pytest.raises(ValueError, match="oneDNN's, which is not predicted; predict for cuda"):
+        predict_memory(lambda: nn.LSTM(12, 1), (2, 3, 12), "fp32", device_type="cpu")
+
+
+def test_a_batch_of_one_that_batch_norm_refuses_does_not_fit():
+    build = lambda: nn.Sequential(nn.Flatten(), nn.Linear(12, 1000), nn.BatchNorm1d(1000), nn.Linear(1000, 1))
+    assert largest_batch(100_000, build, (12,), "fp32") == 0
+    assert largest_batch(10_000_000, build, (12,), "fp32") > 1
 
 
 @untraced

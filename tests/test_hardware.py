@@ -121,6 +121,8 @@ def test_commit_is_read_in_a_folder_whose_name_the_locale_cannot_write(tmp_path)
         ["-c", "user.name=a", "-c", "user.email=a", "commit", "-qm", "a"],
     ):
         subprocess.run(["git", "-C", suite, *words], check=True)
+    subprocess.run(["git", "-C", suite, "config", "core.quotepath", "false"], check=True)
+    (suite / "helpers" / "副本.py").touch()
     plain = os.environ | {
         "LC_ALL": "C",
         "PYTHONUTF8": "0",
@@ -130,7 +132,13 @@ def test_commit_is_read_in_a_folder_whose_name_the_locale_cannot_write(tmp_path)
     }
     code = "from helpers import hardware; print(hardware.commit())"
     said = subprocess.run([sys.executable, "-c", code], env=plain, capture_output=True, text=True, cwd=tmp_path)
-    assert re.fullmatch(r"[0-9a-f]{40}\n", said.stdout), said.stderr
+    assert re.fullmatch(r"[0-9a-f]{40}\+changes\n", said.stdout), said.stderr
+
+
+def test_a_wrong_size_names_its_variable(monkeypatch):
+    monkeypatch.setenv("HALF_THE_BITS_SIZE", "Small")
+    with pytest.raises(ValueError, match="HALF_THE_BITS_SIZE is 'Small'; set it to full or small"):
+        hardware.full_size()
 
 
 @pytest.mark.parametrize(

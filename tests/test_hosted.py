@@ -170,7 +170,7 @@ def test_without_pip_and_uv_it_says_so(pip, monkeypatch):
 
 
 def test_nothing_is_installed_where_that_is_switched_off(pip, monkeypatch):
-    monkeypatch.setenv("HALF_THE_BITS_INSTALL", "no")
+    monkeypatch.setenv("HALF_THE_BITS_INSTALL", "No")
     ready.prepare()
     pip.missing = {"timm", "torchao"}
     with pytest.raises(ready.NotReady, match=r"^Missing: timm, torchao\. HALF_THE_BITS_INSTALL is no: install them"):

@@ -57,6 +57,11 @@ def test_an_error_in_one_process_ends_all_and_is_told(script):
     assert "ChildFailedError" in launch.message and "failed" in str(launch)
 
 
+def test_what_torchrun_itself_refuses_is_told(script):
+    launch = torchrun(script(""), options=("--standalone", "--max-restarts=x"))
+    assert launch.status != 0 and "invalid int value: 'x'" in launch.message
+
+
 # What Python does from 3.13 on, for the Pythons before it.
 COLOURS = """
 import os, sys

@@ -141,6 +141,27 @@ def test_interrupt_keeps_the_complete_rounds(capsys):
         measure.compare({"a": step}, CPU, images=1, rounds=1, steps=1, drop=0)
 
 
+def test_an_error_keeps_the_complete_rounds(capsys):
+    calls = []
+
+    def step():
+        calls.append(1)
+        if len(calls) == 5:
+            raise RuntimeError("DataLoader worker is killed")
+
+    times = measure.compare({"a": step, "b": step}, CPU, images=1, rounds=10, steps=1, drop=0)
+    assert len(times) == 4 and not times.attrs["complete"]
+    said = "Stopped by RuntimeError: DataLoader worker is killed: 2 of 10 rounds are complete and kept."
+    assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("rounds", ["x", "0", "-1", "2.5"])
+def test_a_wrong_number_of_rounds_names_its_variable(rounds, monkeypatch):
+    monkeypatch.setenv("HALF_THE_BITS_ROUNDS", rounds)
+    with pytest.raises(ValueError, match=f"^HALF_THE_BITS_ROUNDS is '{rounds}'; set it to a whole number"):
+        measure.compare({"a": lambda: None}, CPU, images=1)
+
+
 def test_progress_bar_shows_images_per_second(monkeypatch):
     shown = []
     monkeypatch.setattr(measure.tqdm, "set_postfix_str", lambda self, text: shown.append(text))

@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import nbformat
+import numpy as np
 import pytest
 
+from helpers import measure
 from tools import invented
 from tools.execute import NOTEBOOKS, execute
 from tools.reference import environment
@@ -277,20 +279,33 @@ def test_diverged_runs_are_reported_and_not_plotted_as_numbers(tmp_path, monkeyp
         assert [run["accuracy"] for run in saved["07 training", arm]["runs"]] == [None, None]
 
 
+def test_two_arms_that_make_no_errors_at_all_are_judged():
+    """0/0, as draws of few errors are: both are equally good."""
+    cells = code_cells(nbformat.read(NOTEBOOKS / "07_fp32_vs_amp_experiment.ipynb", as_version=4))
+    (source,) = [cell.source for cell in cells if "def error_ratio" in cell.source]
+    names = {"measure": measure}
+    exec(source, names)
+    few = np.zeros((5, 360))
+    few[:, :2] = 1
+    ratio = names["error_ratio"](few, few)
+    assert (ratio.value, ratio.low, ratio.high) == (1, 1, 1)
+
+
 LADDER_INTERRUPTED = """
+COMPARISONS = slice(3)
 import sys
 from helpers import measure
-warm_up, progress, races, runs = measure.warm_up, measure.progress, [], []
+warm_up, progress, raced_here, trained_here = measure.warm_up, measure.progress, [], []
 def stop_in_the_third_race(*arguments, **more):
     if sys._getframe(1).f_code.co_name == "race":
-        races.append(1)
-        if len(races) == 5:  # two steps a race
+        raced_here.append(1)
+        if len(raced_here) == 5:  # two steps a race
             raise KeyboardInterrupt
     return warm_up(*arguments, **more)
 def stop_in_the_third_training(*arguments, **more):
     if sys._getframe(1).f_code.co_name == "train":
-        runs.append(1)
-        if len(runs) == 3:
+        trained_here.append(1)
+        if len(trained_here) == 3:
             raise KeyboardInterrupt
     return progress(*arguments, **more)
 measure.warm_up, measure.progress = stop_in_the_third_race, stop_in_the_third_training
@@ -311,7 +326,9 @@ def test_an_interrupted_ladder_keeps_the_comparisons_and_runs_that_are_complete(
     ]
     notebook.cells = [cell for cell in code_cells(notebook) if cell not in others or "def race" in cell.source]
     last = next(i for i, cell in enumerate(notebook.cells) if "runs.append(train" in cell.source)
-    notebook.cells = notebook.cells[: last + 1]
+    (ladder,) = [cell.source for cell in notebook.cells if "raced = {" in cell.source]
+    again = nbformat.v4.new_code_cell(f"{ladder}\nprint(*compared, sep='; ')")  # the stopped cell, once more
+    notebook.cells = [*notebook.cells[: last + 1], again]
     nbformat.write(notebook, tmp_path / "part.ipynb")
     cells = code_cells(execute(tmp_path / "part.ipynb", LADDER_INTERRUPTED))
     printed = "\n".join(text for cell in cells for text in text_outputs(cell))
@@ -319,5 +336,8 @@ def test_an_interrupted_ladder_keeps_the_comparisons_and_runs_that_are_complete(
     assert "2 comparisons, each with an interval" in printed
     assert "Interrupted: the runs that are complete are kept." in printed and "\n2 runs\n" in printed
     saved = [json.loads(file.read_text()) for file in Path(tmp_path / "records").glob("*.json")]
-    ladder = [record["what"]["arm"] for record in saved if record["what"]["experiment"] == "08 ladder"]
-    assert ladder == ["channels_last against the posts' loop", "uint8 from the loader against channels_last"]
+    ladder = [record["what"]["arm"] for record in saved if record["what"]["experiment"] == "08 own ladder"]
+    once = ["channels_last against the posts' loop", "uint8 from the loader against channels_last"]
+    assert sorted(ladder) == sorted([*once, *once, "batched reads against uint8 from the loader"])
+    kept = printed.strip().rpartition("\n")[2]
+    assert kept.count("; ") == 2, "each comparison once, however often it was made"

@@ -83,13 +83,9 @@ def test_what_several_notebooks_note_at_once_is_all_kept(file, capsys):
     assert list(file.parent.iterdir()) == [file]
 
 
-def test_what_a_killed_process_left_is_named(file, capsys, monkeypatch):
+def test_what_a_killed_process_left_is_written_anew(file, capsys, monkeypatch):
     monkeypatch.setattr(passed.time, "sleep", lambda seconds: None)
-    left = file.with_name("progress.json.new")
-    left.touch()
-    check.verdict(say)
-    assert f"{left} is there. If no other notebook is writing it, delete it" in capsys.readouterr().out
-    left.unlink()
+    file.with_name("progress.json.new").write_text('{"half a')
     check.verdict(say)
     assert capsys.readouterr().out == "Right. 1 of 2 in this notebook.\n" and "verdict" in passed.passed()
 

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import nbformat
 import pytest
@@ -61,6 +62,26 @@ def test_the_report_has_every_card_that_someone_has_recorded(tmp_path, monkeypat
     for card in ("T4", "RTX 3090", "H200", "B200"):
         said = printed.split(f"\nINVENTED {card}\n")[1].split("\nINVENTED")[0]
         assert re.search(r"fp16 \+ GradScaler .* 1\.70*\b", said) and "within 5% of the prediction" in said
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("import os; os.kill(os.getpid(), 9)", "DeadKernelError: "),  # as the system does, out of memory
+        ("print('Not saved: 07 step, bf16: the disk is full')", "Not saved: 07 step, bf16: the disk is full"),
+        ("1 / 0", "ZeroDivisionError: "),
+        ("print('saved')", ""),
+    ],
+)
+def test_a_stage_that_saves_nothing_is_not_done_and_the_next_one_runs(source, said, tmp_path, monkeypatch):
+    (tmp_path / "notebooks").mkdir()
+    cells = [nbformat.v4.new_code_cell(source), nbformat.v4.new_code_cell("keep(")]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "notebooks" / "99_test.ipynb")
+    monkeypatch.setattr(record, "ROOT", tmp_path)
+    monkeypatch.setattr(record.Stage, "cells", lambda stage, notebook: notebook.cells[:1])
+    stage = record.Stage("test", "99", "keep(")
+    assert record.run(stage, tmp_path, SimpleNamespace(update=lambda: None)).startswith(said)
+    assert (tmp_path / "test.ipynb").exists() == (not said)
 
 
 def test_an_unknown_stage_is_named():

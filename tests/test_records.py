@@ -2,6 +2,7 @@ import copy
 import json
 import math
 import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -157,6 +158,36 @@ def test_all_that_is_left_out_is_counted_and_named_at_once(folder, capsys):
     assert records.load_all()
     first, *named = capsys.readouterr().out.splitlines()
     assert first.startswith("Records left out: 2.") and len(named) == 2
+
+
+def test_a_copied_record_counts_once(folder):
+    path, before = records.save(a_record()), len(records.load_all())
+    (folder / "copy of it.json").write_text(path.read_text())
+    assert len(records.load_all()) == before
+
+
+def test_a_linked_folder_of_records_is_read_once_and_written_without_a_word(tmp_path, monkeypatch, capsys):
+    data = tmp_path / "suite" / "data"
+    shutil.copytree(records.DATA, tmp_path / "elsewhere" / "data", ignore=shutil.ignore_patterns("*.jpg"))
+    data.parent.mkdir()
+    data.symlink_to(tmp_path / "elsewhere" / "data")
+    shutil.copytree(records.DATA.parent / "helpers", data.parent / "helpers")
+    code = "from helpers import records; print(len(records.load_all()), records.save_folder())"
+    variables = {name: value for name, value in os.environ.items() if name != "HALF_THE_BITS_SAVE_TO"}
+    said = subprocess.run([sys.executable, "-c", code], cwd=data.parent, env=variables, capture_output=True, text=True)
+    count = len([*records.RECORDS.glob("*.json")])
+    assert said.stdout == f"{count} {tmp_path / 'elsewhere' / 'data' / 'records'}\n", said.stderr
+
+
+def test_keys_that_json_has_not_are_refused_in_words_and_lose_nothing_else(folder, capsys):
+    """As pandas makes them of two columns."""
+    assert records.keep("test", "a", {}, {("bf16", 1): 1.0}, manifest(CPU)) is None
+    assert capsys.readouterr().out.startswith("Not saved: test, a: This record is not plain JSON: keys must be")
+
+
+def test_a_home_in_the_folder_s_name_is_found(monkeypatch):
+    monkeypatch.setenv("HALF_THE_BITS_SAVE_TO", "~/recorded")
+    assert records.save_folder() == Path.home().resolve() / "recorded"
 
 
 def test_records_come_oldest_first_whatever_their_files_are_called(folder):

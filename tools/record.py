@@ -20,7 +20,7 @@ from pathlib import Path
 
 import nbformat
 from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError
+from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -85,6 +85,11 @@ def run(stage, folder, bar):
         client.execute()
     except CellExecutionError as error:
         return f"{error.ename}: {error.evalue}"
+    except (CellTimeoutError, DeadKernelError) as error:  # the system kills a kernel that takes all memory
+        return f"{type(error).__name__}: {error}"
+    said = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))
+    if unsaved := re.search("^Not saved: .*", said, re.MULTILINE):
+        return unsaved[0]
     unfinished = folder / "unfinished.ipynb"
     nbformat.write(notebook, unfinished)
     unfinished.replace(folder / f"{stage.name}.ipynb")
