@@ -220,6 +220,7 @@ class Card:
             "get_device_properties": lambda device=None: SimpleNamespace(**facts),
             "get_device_capability": lambda device=None: self.capability,
             "get_device_name": lambda device=None: self.name,
+            "get_arch_list": lambda: [f"sm_{major}{minor}"],
             "mem_get_info": lambda device=None: (self.total - self.used, self.total),
             "memory_stats": statistics,
             "Event": _Event,
