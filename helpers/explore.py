@@ -186,7 +186,7 @@ def drawn_runs(runs, title, start):
     cells = chosen.transform_calculate(ink=ink, x=f"datum.i % {width}", y=f"floor(datum.i / {width})")
     digits = cells.mark_rect().encode(color=grey, **position).properties(width=WIDTH, height=8 * WIDTH // width)
     table = pd.DataFrame(curves, columns=["run", "step", "loss"])
-    x = alt.X("step:Q", title="step; grey: all runs")
+    x = alt.X("step:Q", title=f"step; grey: all {len(runs)} runs, many of them alike")
     y = alt.Y("loss:Q", scale=alt.Scale(domain=[0, max(table.loss) * 1.3], nice=False))
     all_runs = alt.Chart(table).mark_line(opacity=0.15, color=NEUTRAL).encode(x, y, detail="run:N")
     mine = alt.Chart(table).transform_filter("datum.run == weight + ' ' + k")
