@@ -181,9 +181,11 @@ def drawn_runs(runs, title, start):
     chosen = alt.Chart(alt.sequence(0, 8 * width, as_="i")).transform_calculate(run="weight + ' ' + k")
     chosen = chosen.transform_lookup("run", images)
     ink = "indexof('0123456789abcdef', substring(datum.pixels, datum.i, datum.i + 1))"
-    position = {"x": alt.X("x:O", axis=None), "y": alt.Y("y:O", axis=None)}
+    columns = alt.Scale(domain=list(range(width + len(pictures))))  # with a gap after each picture
+    position = {"x": alt.X("x:O", axis=None, scale=columns), "y": alt.Y("y:O", axis=None)}
     grey = alt.Color("ink:Q", scale=alt.Scale(domain=[0, 15], range=["white", "black"]), legend=None)
-    cells = chosen.transform_calculate(ink=ink, x=f"datum.i % {width}", y=f"floor(datum.i / {width})")
+    x = f"datum.i % {width} + floor(datum.i % {width} / 8)"
+    cells = chosen.transform_calculate(ink=ink, x=x, y=f"floor(datum.i / {width})")
     digits = cells.mark_rect().encode(color=grey, **position).properties(width=WIDTH, height=8 * WIDTH // width)
     table = pd.DataFrame(curves, columns=["run", "step", "loss"])
     x = alt.X("step:Q", title=f"step; grey: all {len(runs)} runs, many of them alike")
@@ -261,8 +263,10 @@ def verdicts(intervals, title, margins, start):
         bands = base.mark_rule(strokeWidth=6).encode(x, y, y2="high:Q", color=alt.Color("verdict:N", scale=colors))
         dots = base.mark_point(filled=True, color="black", size=18, opacity=1).encode(x, y="value:Q")
         panel = alt.layer(bands, dots, line, words)
-        panels.append(panel.properties(title=arm, width=WIDTH // 2 - 40, height=200))
-    chart = alt.hconcat(*panels).resolve_scale(y="shared").add_params(margin).properties(title=title)
+        name = alt.TitleParams(arm, fontWeight="normal")
+        panels.append(panel.properties(title=name, width=WIDTH // 2 - 40, height=200))
+    chart = alt.hconcat(*panels).resolve_scale(y="shared").add_params(margin)
+    chart = chart.properties(title=alt.TitleParams(title, offset=12))
     show(chart, f"Intervals by the number of seeds, with a slider: {title}. The slider moves the margin.")
 
 

@@ -3,6 +3,7 @@ everywhere; a title that says what is found; lines named at their ends; readable
 """
 
 import base64
+import html
 import io
 import re
 import textwrap
@@ -13,6 +14,7 @@ import numpy as np
 import pandas as pd
 import seaborn as sns
 from IPython.display import display
+from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 
 # Of middling lightness, for white pages and black ones; told apart by colour-blind readers with the markers' help.
@@ -93,7 +95,7 @@ def _show(figure, what, values, compared=None):
     figure.savefig(file, format="png", dpi=2 * figure.dpi, transparent=True)
     width, height = (round(figure.dpi * inches) for inches in figure.get_size_inches())
     drawn = "; ".join(f"{name} {_to_one_digit(value)}" for name, value in (compared or words).items())
-    picture = {"image/png": base64.b64encode(file.getvalue()).decode(), "text/plain": f"<Figure: {drawn}>"}
+    picture = {"image/png": base64.b64encode(file.getvalue()).decode(), "text/plain": f"<Figure>\n{drawn}"}
     display(picture, metadata={"image/png": {"alt": alt, "width": width, "height": height}}, raw=True)
     plt.close(figure)
 
@@ -168,8 +170,10 @@ def bars(values, title, unit, low=None, high=None, reference=None, named="", kin
         hatches = ["//" if grey else "" for grey in undecided]
         unit += f"; hatched: the interval contains {reference:g}" if undecided.any() else ""
     error = None if low is None else [(values - low).clip(lower=0), (high - values).clip(lower=0)]
-    look = {"color": colors, "hatch": hatches, "ecolor": "#4a4a4a", "edgecolor": "white", "linewidth": 0}
-    axes.barh(values.index, values, xerr=error, capsize=4, height=0.65, **look)
+    look = {"color": colors, "hatch": hatches, "ecolor": "#333333", "edgecolor": "white", "linewidth": 0}
+    drawn = axes.barh(values.index, values, xerr=error, capsize=4, height=0.65, **look)
+    for line in drawn.errorbar.lines[1] + drawn.errorbar.lines[2] if drawn.errorbar else ():
+        line.set_path_effects([withStroke(linewidth=3, foreground="white")])  # seen on bars and dark pages
     ends = values if high is None else high
     if reference is not None:  # no number on the line
         ends = ends.mask((ends < reference) & (ends > reference - 0.12 * max(ends)), reference)
@@ -348,15 +352,26 @@ def show(table, digits=3):
     table = table.rename_axis(None, axis="columns")
     texts = table.map(lambda cell: _digits(cell, digits))
     counted = isinstance(table.index, pd.RangeIndex)
-    styles = [{"selector": "th, td", "props": "text-align: left; vertical-align: top; max-width: 26em"}]
-    numbers = [f"th.col{place}, td.col{place}" for place, kind in enumerate(table.dtypes) if kind.kind in "iuf"]
-    styles += [{"selector": column, "props": "text-align: right"} for column in numbers]
-    styler = texts.style.set_uuid("table").set_table_styles(styles)
-    page = (styler.hide(axis="index") if counted else styler).to_html()
+    names = [] if counted else [name or "" for name in table.index.names]
+    sides = ["left"] * len(names) + ["right" if kind.kind in "iuf" else "left" for kind in table.dtypes]
+    lines = [_line(["th"] * len(sides), [*names, *texts], sides)]
+    for key, row in zip(table.index, texts.itertuples(index=False)):
+        keys = [] if counted else key if isinstance(key, tuple) else [key]
+        lines.append(_line(["th"] * len(names) + ["td"] * len(row), [*keys, *row], sides))
+    page = "\n".join([" ", "<table>", *lines, "</table>"])  # a folded output shows its first line
     display({"text/html": page, "text/plain": texts.to_string(index=not counted)}, raw=True)
+
+
+def _line(tags, texts, sides):
+    """A row of HTML; the style is each cell's own, as pages that are not trusted lose a style sheet."""
+    look = "vertical-align: top; max-width: 26em; text-align: "
+    cells = [
+        f'<{tag} style="{look}{side}">{html.escape(str(text))}</{tag}>' for tag, text, side in zip(tags, texts, sides)
+    ]
+    return f"<tr>{''.join(cells)}</tr>"
 
 
 def _digits(cell, digits):
     if isinstance(cell, float) and np.isfinite(cell):
-        return f"{cell:,.0f}" if 10**digits <= abs(cell) < 1e9 else f"{cell:.{digits}g}"
+        return f"{cell:,.0f}" if 10**digits <= abs(cell) < 1e9 else f"{cell:,.{digits}g}"
     return f"{cell:,}" if isinstance(cell, int) and not isinstance(cell, bool) else str(cell)

@@ -123,7 +123,7 @@ def test_each_panel_of_the_verdicts_has_its_own_arm(chart):
     data, _, _ = chart(*([CHARTS["verdicts"][0], *CHARTS["verdicts"][1]]))
     spec = data[explore.VEGA_LITE]
     arms = [{row["arm"] for row in rows} for rows in spec["datasets"].values() if "arm" in rows[0]]
-    assert arms == [{"bf16"}, {"fp16"}] and [panel["title"] for panel in spec["hconcat"]] == ["bf16", "fp16"]
+    assert arms == [{"bf16"}, {"fp16"}] and [panel["title"]["text"] for panel in spec["hconcat"]] == ["bf16", "fp16"]
 
 
 def test_runs_that_end_in_nan_say_so_and_are_drawn_blank(chart):
