@@ -116,6 +116,18 @@ def test_readme_s_links_lead_somewhere():
             assert (document.parent / target).exists(), f"{document.name}: {target}"
 
 
+def test_each_line_of_the_posts_leads_to_a_heading():
+    document = ROOT / "docs" / "from_the_posts.md"
+    links_of = re.findall(r"\[(\d\d) · ([^\]]+)\]\(([^)#]+)#([^)]+)\)", document.read_text(encoding="utf-8"))
+    assert len(links_of) > 50
+    for number, heading, target, anchor in links_of:
+        notebook = nbformat.read(document.parent / target, as_version=4)
+        prose = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+        assert target.startswith(f"../notebooks/{number}_")
+        assert re.search(rf"^##+ {re.escape(heading)}$", prose, re.MULTILINE), f"{target}: {heading}"
+        assert anchor == re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")  # as GitHub and the site make it
+
+
 def test_links_to_hosted_platforms_are_written_for_an_address_and_replaced():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert "colab.research" not in readme, "no address is invented"
