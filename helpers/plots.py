@@ -120,7 +120,7 @@ def _mark_powers(axes):
             step = next(step for step in (1, 2, 4, 8, 16, 32, 64) if (high - low) / step <= 9)
             ticks = base ** (step * np.arange(np.ceil(low / step), np.floor(high / step) + 1))
             axis.set_ticks(ticks)
-            if ticks[0] >= 0.01 and ticks[-1] < 10_000:
+            if len(ticks) and ticks[0] >= 0.01 and ticks[-1] < 10_000:
                 axis.set_major_formatter("{x:g}")
             axes.minorticks_off()
 

@@ -228,6 +228,11 @@ def test_curves_can_have_logarithmic_axes_and_steps(figure):
     assert drawn.axes[0].get_xscale() == drawn.axes[0].get_yscale() == "log"
 
 
+def test_a_logarithmic_axis_within_two_powers_is_drawn(figure):
+    table = pd.DataFrame({"epoch": [1, 2], "loss": [0.4, 0.6], "arm": "bf16"})
+    assert figure(plots.curves, table, "epoch", "loss", "arm", "Loss", log10=["loss"]).axes[0].get_yscale() == "log"
+
+
 def test_tables_are_rounded_and_aligned_and_bear_no_counted_index(monkeypatch):
     shown = []
     monkeypatch.setattr(plots, "display", lambda data, raw: shown.append(data))
