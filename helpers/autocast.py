@@ -267,7 +267,8 @@ def _rows(fn, args, device_type, dtype):
 
 
 # What torch says of a tensor that is not on the device, and of a backward pass where none is foreseen.
-_ELSEWHERE = "to FakeTensors first", "same device", "expected device", "weight type (torch.FloatTensor)", "two devices"
+_ELSEWHERE = "to FakeTensors first", "same device", "expected device", "weight type (torch.FloatTensor)"
+_ELSEWHERE += "two devices", "different devices"
 _BACKWARD = "hasPrimaryContext", "unpack_hook", "does not require grad"
 
 
@@ -287,8 +288,10 @@ def in_words(what):
             words = "runs backward itself, or an op that does; only a forward pass can be traced"
         elif "fake impl" in said or "cannot pickle" in said or "ScriptObject" in said:
             words = f"cannot be copied or run without values by torch {torch.__version__}: {said.partition(chr(10))[0]}"
-        elif "indices" in said:
-            words = "takes whole numbers (nn.Embedding?); only float images are predicted"
+        elif "set the storage of a tensor" in said:
+            words = "has a tensor or a generator within an object of its own; make it an attribute of a module"
+        elif "indices" in said and ("scalar type" in said or "long or int" in said):
+            words = "takes whole numbers (nn.Embedding?), and was given others; predictions have float images"
         else:
             raise
         raise ValueError(f"{what} {words}") from None

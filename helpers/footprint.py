@@ -290,8 +290,8 @@ def _record(model, input_shape, precision, optimizer, device_type):
         if any(map(is_lazy, tensors)):
             raise ValueError("lazy modules have no shapes yet; in build_model, call the model once before returning it")
         others = {weight.dtype for weight in model.parameters() if weight.is_floating_point()} - {torch.float32}
-        if others and precision in ("fp32", "tf32"):
-            raise ValueError(f"the model has weights of {others.pop()}; for 16-bit weights the precision is pure_bf16")
+        if others and precision != "pure_bf16":
+            raise ValueError(f"the model has weights of {others.pop()}, not float32; pure_bf16 casts weights by itself")
         if device_type == "cpu" and any(isinstance(module, torch.nn.LSTM) for module in model.modules()):
             raise ValueError("on a CPU an LSTM keeps a workspace of oneDNN's, which is not predicted; predict for cuda")
         model = copy.deepcopy(model, {id(tensor): on_device(tensor, device_type, True, dtype) for tensor in tensors})

@@ -263,5 +263,5 @@ def commit():
             return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", ".", "../notebooks") else "")
     except (OSError, subprocess.CalledProcessError):
         pass
-    code = b"".join(path.read_bytes() for path in sorted(helpers.rglob("*.py")))
+    code = b"".join(path.read_bytes() for path in sorted(helpers.rglob("*.py")) if path.is_file())
     return f"no Git checkout; helpers' SHA-256 is {hashlib.sha256(code).hexdigest()}"

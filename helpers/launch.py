@@ -37,7 +37,7 @@ def torchrun(script, *arguments, processes=2, options=("--standalone",), timeout
     `--standalone` is one machine, by the name localhost, and a free port. The processes share the cores evenly, and
     print without colours. If `timeout` seconds pass, or the notebook's stop button is pressed, torchrun and all that
     it started are killed. Raises TimeoutError, with torchrun's last words, in the first case, FileNotFoundError for a
-    script that is not there, and ValueError for less than one process.
+    script that is not there, and ValueError for less than one process and for options that are one string.
 
     Examples
     --------
@@ -45,6 +45,8 @@ def torchrun(script, *arguments, processes=2, options=("--standalone",), timeout
     """
     if not Path(script).is_file():
         raise FileNotFoundError(f"no script {script}; run the cell that writes it first")
+    if isinstance(options, str):
+        raise ValueError(f"options is the string {options!r}; a tuple of one has a comma: ({options!r},)")
     if processes < 1:
         raise ValueError(f"processes is {processes}; a run needs 1 or more")
     # torchrun would look up the machine's own name, and wait for minutes where no network knows it.

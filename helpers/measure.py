@@ -63,6 +63,8 @@ class WarmUp:
 
 def _at_most(rounds):
     """`rounds`, or fewer where HALF_THE_BITS_ROUNDS says so: tests time everything, and need no narrow intervals."""
+    if rounds < 1:
+        raise ValueError(f"{rounds} rounds measure nothing; take 1 or more")
     most = os.environ.get("HALF_THE_BITS_ROUNDS") or str(rounds)
     if not most.isdecimal() or int(most) < 1:
         raise ValueError(f"HALF_THE_BITS_ROUNDS is {most!r}; set it to a whole number from 1 on, or unset it")

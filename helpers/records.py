@@ -26,9 +26,11 @@ def save_folder():
     """Where `save` writes: what the environment variable HALF_THE_BITS_SAVE_TO names, or else `data/records`; where
     that cannot be written, `half-the-bits-records` in the working folder or in the folder for temporary files."""
     if chosen := os.environ.get("HALF_THE_BITS_SAVE_TO"):
-        return Path(chosen).expanduser().resolve()
+        return Path(os.path.expanduser(chosen)).resolve()  # noqa: PTH111 (pathlib raises where there is no home)
+    if _is_writable(RECORDS):
+        return RECORDS
     others = [place / "half-the-bits-records" for place in (Path.cwd(), Path(tempfile.gettempdir()))]
-    return next((folder.resolve() for folder in (RECORDS, *others) if _is_writable(folder)), RECORDS)
+    return next((folder.resolve() for folder in others if _is_writable(folder)), RECORDS)
 
 
 def _is_writable(folder):
@@ -133,7 +135,9 @@ def load_all():
     for path in sorted({path for folder in (RECORDS, save_folder()) for path in folder.glob("*.json")}):
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
-            text = json.dumps(record, allow_nan=False)  # loads takes NaN, Infinity and 1e999, which are not JSON
+            text = json.dumps(
+                record, allow_nan=False, sort_keys=True
+            )  # loads takes NaN, Infinity and 1e999, which are not JSON
             validate(record)
             records[text] = record
         except (OSError, ValueError, RecursionError) as error:

@@ -178,7 +178,7 @@ def test_helpers_stay_small_and_have_no_cycles():
         instrument = name in ("autocast", "footprint", "bitview", "diagnose", "explore")
         room = "instruments of a chapter" if instrument else "shared modules"
         lines["exercises" if name.startswith("check") else room] += len(text.splitlines())
-    assert lines <= Counter({"shared modules": 1800, "instruments of a chapter": 1580, "exercises": 1955}), lines
+    assert lines <= Counter({"shared modules": 1810, "instruments of a chapter": 1580, "exercises": 1955}), lines
     assert not [name for name in modules if re.search(r"\d\d", name.replace("fp16", "").replace("fp32", ""))]
     needs = {
         name: set(re.findall(r"^from helpers(?:\.| import )([\w.]+)", text, re.MULTILINE)) & set(modules)

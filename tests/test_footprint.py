@@ -409,7 +409,7 @@ ELSEWHERE = torch.ones(12)
         (lambda: nn.EmbeddingBag(9, 1), "sgd", "takes whole numbers"),
         (lambda: nn.Linear(12, 1), torch.optim.LBFGS, "take another optimizer"),
         (lambda: nn.LazyLinear(1), "sgd", "call the model once"),
-        (lambda: nn.Linear(12, 1).half(), "sgd", "weights of torch.float16; for 16-bit weights the precision is pure"),
+        (lambda: nn.Linear(12, 1).half(), "sgd", "weights of torch.float16, not float32; pure_bf16 casts"),
         (lambda: Doing(lambda y, x: y * torch.autograd.grad(y.sum(), y)[0]), "sgd", "runs backward itself"),
         (lambda: Doing(lambda y, x: y * torch.ones(12)), "sgd", "on another device"),
         (WithALock, "sgd", "cannot be copied"),

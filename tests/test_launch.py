@@ -60,6 +60,8 @@ def test_an_error_in_one_process_ends_all_and_is_told(script):
 def test_what_torchrun_itself_refuses_is_told(script):
     launch = torchrun(script(""), options=("--standalone", "--max-restarts=x"))
     assert launch.status != 0 and "invalid int value: 'x'" in launch.message
+    with pytest.raises(ValueError, match=r"a tuple of one has a comma: \('--standalone',\)"):
+        torchrun(script(""), options="--standalone")
 
 
 # What Python does from 3.13 on, for the Pythons before it.

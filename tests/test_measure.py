@@ -158,8 +158,13 @@ def test_an_error_keeps_the_complete_rounds(capsys):
 @pytest.mark.parametrize("rounds", ["x", "0", "-1", "2.5"])
 def test_a_wrong_number_of_rounds_names_its_variable(rounds, monkeypatch):
     monkeypatch.setenv("HALF_THE_BITS_ROUNDS", rounds)
-    with pytest.raises(ValueError, match=f"^HALF_THE_BITS_ROUNDS is '{rounds}'; set it to a whole number"):
+    with pytest.raises(ValueError, match=rf"^HALF_THE_BITS_ROUNDS is '{rounds}'; set it to a whole number"):
         measure.compare({"a": lambda: None}, CPU, images=1)
+
+
+def test_no_rounds_at_all_are_refused_by_their_own_name():
+    with pytest.raises(ValueError, match=r"^0 rounds measure nothing"):
+        measure.compare({"a": lambda: None}, CPU, images=1, rounds=0)
 
 
 def test_progress_bar_shows_images_per_second(monkeypatch):

@@ -287,8 +287,14 @@ def test_two_arms_that_make_no_errors_at_all_are_judged():
     exec(source, names)
     few = np.zeros((5, 360))
     few[:, :2] = 1
-    ratio = names["error_ratio"](few, few)
-    assert (ratio.value, ratio.low, ratio.high) == (1, 1, 1)
+    none = np.zeros((5, 360))
+    for arm in (few, none):
+        ratio = names["error_ratio"](arm, arm)
+        assert (ratio.value, ratio.low, ratio.high) == (1, 1, 1)
+    many = np.zeros((5, 360))
+    many[:, :20] = 1
+    ratio = names["error_ratio"](many, none)
+    assert (ratio.value, ratio.low, ratio.high) == (np.inf, np.inf, np.inf), "errors against none are worse"
 
 
 LADDER_INTERRUPTED = """

@@ -70,7 +70,9 @@ def test_the_report_has_every_card_that_someone_has_recorded(tmp_path, monkeypat
         ("import os; os.kill(os.getpid(), 9)", "DeadKernelError: "),  # as the system does, out of memory
         ("print('Not saved: 07 step, bf16: the disk is full')", "Not saved: 07 step, bf16: the disk is full"),
         ("1 / 0", "ZeroDivisionError: "),
-        ("print('saved')", ""),
+        ("print('Stopped by RuntimeError: CUDA error: 1 of 20 rounds are complete and kept')", "Stopped by Runtime"),
+        ("print('nothing to keep')", "nothing was saved in 8 minutes"),
+        ("import os; open(os.environ['HALF_THE_BITS_SAVE_TO'] + '/a.json', 'w')", ""),
     ],
 )
 def test_a_stage_that_saves_nothing_is_not_done_and_the_next_one_runs(source, said, tmp_path, monkeypatch):
@@ -78,6 +80,7 @@ def test_a_stage_that_saves_nothing_is_not_done_and_the_next_one_runs(source, sa
     cells = [nbformat.v4.new_code_cell(source), nbformat.v4.new_code_cell("keep(")]
     nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "notebooks" / "99_test.ipynb")
     monkeypatch.setattr(record, "ROOT", tmp_path)
+    monkeypatch.setenv("HALF_THE_BITS_SAVE_TO", str(tmp_path))
     monkeypatch.setattr(record.Stage, "cells", lambda stage, notebook: notebook.cells[:1])
     stage = record.Stage("test", "99", "keep(")
     assert record.run(stage, tmp_path, SimpleNamespace(update=lambda: None)).startswith(said)

@@ -23,6 +23,8 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from tqdm import tqdm
 
+from helpers import records
+
 ROOT = Path(__file__).resolve().parent.parent
 MINUTES = 8  # a stage; its cells get 6, and what they have measured is saved in the rest
 LADDER = 12  # comparisons, or fewer
@@ -71,6 +73,7 @@ def run(stage, folder, bar):
     for cell in notebook.cells:
         if "settings" in cell.metadata.get("tags", []):
             cell.source += f"\n{stage.settings}"
+    before = {*records.save_folder().glob("*.json")}
     ends = time.monotonic() + 60 * (MINUTES - 2)
     client = NotebookClient(
         notebook,
@@ -88,8 +91,10 @@ def run(stage, folder, bar):
     except (CellTimeoutError, DeadKernelError) as error:  # the system kills a kernel that takes all memory
         return f"{type(error).__name__}: {error}"
     said = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))
-    if unsaved := re.search("^Not saved: .*", said, re.MULTILINE):
-        return unsaved[0]
+    if lost := re.search("(Not saved|Stopped by).*", said):
+        return lost[0]
+    if {*records.save_folder().glob("*.json")} == before:
+        return f"nothing was saved in {MINUTES} minutes"
     unfinished = folder / "unfinished.ipynb"
     nbformat.write(notebook, unfinished)
     unfinished.replace(folder / f"{stage.name}.ipynb")
@@ -122,7 +127,7 @@ def report():
     """Print, for each card that has records, what was measured beside what was predicted."""
     import pandas as pd
 
-    from helpers import measure, records
+    from helpers import measure
 
     precision = {"FP32": "fp32", "FP32 (TF32)": "fp32", "fp16 + GradScaler": "fp16", "fp32": "fp32", "fp16": "fp16"}
     of_gpus = [r for r in records.load_all() if r["kind"] == "measured" and r["device"]["type"] == "cuda"]
