@@ -200,7 +200,7 @@ class Card:
         }
         emptied = lambda: None
         emptied.__doc__ = torch.cuda.empty_cache.__doc__
-        modes = ["default", "warn", "error"]
+        modes, built_for = ["default", "warn", "error"], torch.cuda.get_arch_list
         statistics = lambda device=None: {
             "allocated_bytes.all.current": self.used,
             "allocated_bytes.all.peak": self.peak,
@@ -220,7 +220,7 @@ class Card:
             "get_device_properties": lambda device=None: SimpleNamespace(**facts),
             "get_device_capability": lambda device=None: self.capability,
             "get_device_name": lambda device=None: self.name,
-            "get_arch_list": lambda: [f"sm_{major}{minor}"],
+            "get_arch_list": lambda: [*dict.fromkeys([*built_for(), f"sm_{major}{minor}"])],
             "mem_get_info": lambda device=None: (self.total - self.used, self.total),
             "memory_stats": statistics,
             "Event": _Event,

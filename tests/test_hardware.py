@@ -80,6 +80,8 @@ def test_pinned_torch_has_no_code_below_turing():
         pytest.skip("this PyTorch is built without CUDA, or for an older one")
     if not torch.cuda.get_arch_list():
         pytest.skip("this PyTorch names the GPUs that it has code for only where there is one")
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() < (7, 5):
+        pytest.skip("an older GPU has its own build, or is pretended to have")
     assert not hardware._has_code((6, 0)) and not hardware._has_code((7, 0))
     assert hardware._has_code((7, 5)) or platform.machine() != "x86_64"
 
