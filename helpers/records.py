@@ -135,9 +135,8 @@ def load_all():
     for path in sorted({path for folder in (RECORDS, save_folder()) for path in folder.glob("*.json")}):
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
-            text = json.dumps(
-                record, allow_nan=False, sort_keys=True
-            )  # loads takes NaN, Infinity and 1e999, which are not JSON
+            # Read, NaN, Infinity and 1e999 pass, which are not JSON; sorted, a copy has the same text.
+            text = json.dumps(record, allow_nan=False, sort_keys=True)
             validate(record)
             records[text] = record
         except (OSError, ValueError, RecursionError) as error:
