@@ -71,11 +71,14 @@ def pytest_unconfigure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    for item in items if config.option.pretend else []:
+    if not config.option.pretend:
+        return
+    capability, _ = pretend_cuda.CARDS[config.option.pretend]
+    for item in items:
         source = item.cell.source if hasattr(item, "cell") else ""
-        for words in pretend_cuda.CANNOT:
-            if words in source:
-                item.add_marker(pytest.mark.xfail(reason=pretend_cuda.CANNOT[words], strict=True))
+        for words, compiles_from, reason in pretend_cuda.CANNOT:
+            if words in source and capability >= compiles_from:
+                item.add_marker(pytest.mark.xfail(reason=reason, strict=True))
 
 
 def pytest_runtest_setup(item):

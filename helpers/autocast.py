@@ -14,6 +14,7 @@ from pathlib import Path
 import pandas as pd
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -291,10 +292,43 @@ def in_words(what):
         elif "set the storage of a tensor" in said:
             words = "has a tensor or a generator within an object of its own; make it an attribute of a module"
         elif "indices" in said and ("scalar type" in said or "long or int" in said):
-            words = "takes whole numbers (nn.Embedding?), and was given others; predictions have float images"
+            words = "takes whole numbers (nn.Embedding?), and was given others; a prediction's inputs may be a function"
         else:
             raise
         raise ValueError(f"{what} {words}") from None
+
+
+_RNNS = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
+
+
+class KernelsOfCuda(TorchFunctionMode):
+    """Attention by the kernel that CUDA would take. Without a GPU, torch finds none that supports a fused kernel.
+
+    RNNs run without cuDNN, which asks for the device, and whose memory fake tensors do not know.
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is scaled_dot_product_attention and (args[0] if args else kwargs["query"]).dim() == 4:
+            return _attention(*args, **kwargs)
+        with torch.backends.cudnn.flags(enabled=False) if func in _RNNS else nullcontext():
+            return func(*args, **kwargs)
+
+
+def _attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    if torch.is_autocast_enabled("cuda"):
+        dtype = torch.get_autocast_dtype("cuda")
+        query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
+    if attn_mask is None and query.dtype != torch.float32:
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention
+        return kernel(query, key, value, dropout_p, is_causal, scale=scale)[0]
+    if enable_gqa and torch.__version__ < "2.15":  # 2.11 has no other fused kernel for it, 2.15 has
+        kernel = scaled_dot_product_attention
+        return kernel(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=True)
+    if attn_mask is not None:
+        attn_mask = attn_mask.to(query.dtype).expand(*query.shape[:-1], key.size(-2))
+    kernel = torch.ops.aten._scaled_dot_product_efficient_attention
+    return kernel(query, key, value, attn_mask, query.requires_grad, dropout_p, is_causal, scale=scale)[0]
 
 
 def tensors_of(model):
@@ -309,8 +343,8 @@ def trace_casts(fn, *args, device_type="cuda", dtype=torch.float16, fake=None):
     fn: a module, or a function that finds the modules and tensors that it works on among its arguments.
     args: modules, tensors, containers of tensors. Copies of them are made on the device, so they stay as they are.
     device_type: if there is no such device, or if `fake` asks for it, the copies are fake tensors: the dtypes are
-        right, nothing is computed. RNNs then run without cuDNN. With cuDNN they copy their weights into one buffer,
-        which is not seen as casts.
+        right, nothing is computed. Attention is then flash attention, as on Ampere and newer. RNNs run without cuDNN;
+        with it they copy their weights into one buffer, which is not seen as casts.
 
     Returns a DataFrame, a row an op in the order of running: `op` ("aten::convolution"), `inputs` and `output` (their
     dtypes), `casts` (what autocast put in front of it, "weight float32 -> float16; ..."), `cast_bytes` (read and
@@ -333,18 +367,14 @@ def trace_casts(fn, *args, device_type="cuda", dtype=torch.float16, fake=None):
         fake = device_type != "cpu" and not torch.get_device_module(device_type).is_available()
     if fake and device_type != "cuda":
         raise ValueError(f"there is no {device_type} device here; without one, only cuda and cpu can be traced")
-    with FakeTensorMode() if fake else nullcontext(), in_words("fn"):
+    what = type(fn).__name__ if isinstance(fn, torch.nn.Module) else "fn"
+    with FakeTensorMode() if fake else nullcontext(), in_words(what):
         copies = {}
         for leaf in tree_leaves((fn, args)):
             leaf = getattr(leaf, "__self__", leaf)  # a method's object
             tensors = tensors_of(leaf) if isinstance(leaf, torch.nn.Module) else [leaf]
             copies |= {id(t): on_device(t, device_type, fake) for t in tensors if isinstance(t, torch.Tensor)}
         fn, args = copy.deepcopy((fn, args), copies)
-        try:
+        with KernelsOfCuda() if fake else nullcontext():
             rows = _rows(fn, args, device_type, dtype)
-        except torch.AcceleratorError:  # cuDNN's RNN asks for the device even when the tensors are fake
-            if not fake:
-                raise
-            with torch.backends.cudnn.flags(enabled=False):
-                rows = _rows(fn, args, device_type, dtype)
     return pd.DataFrame(rows, columns=["op", "inputs", "output", "casts", "cast_bytes", "module"])

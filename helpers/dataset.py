@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 import torch
 from PIL import Image
-from sklearn.datasets import load_digits
+from sklearn.datasets import load_digits, load_sample_images
 from sklearn.model_selection import train_test_split
 from torch.utils.data import Dataset
 
@@ -128,10 +128,8 @@ class ImageDataset(Dataset):
 
     Item i is `(image, label)`: a float32 tensor of shape (3, height, width), RGB in [0, 1], and row i of `labels`, a
     tensor of any dtype and shape with as many rows as the table. Without it the label is float32 of shape (1,), for a
-    model with one output. `size` is OpenCV's (width, height). With `check=True` every file is decoded once, here, with
-    a progress bar; DatasetError names all that cannot be decoded or have more than `MOST_PIXELS`. `check=False` is for
-    files that have been checked before. `crop` below 1 is augmentation: each image is a random window, that share of
-    its height and of its width.
+    model with one output. `size` is OpenCV's (width, height). With `check` every file is decoded once, here, with a
+    progress bar; DatasetError names all that cannot be decoded or have more than `MOST_PIXELS`.
 
     Examples
     --------
@@ -141,7 +139,7 @@ class ImageDataset(Dataset):
     ((3, 32, 32), tensor([0.]))
     """
 
-    def __init__(self, table, size=(384, 512), check=True, crop=1.0, labels=None):
+    def __init__(self, table, size=(384, 512), check=True, labels=None):
         width, height = size
         if width < 1 or height < 1:
             raise ValueError(f"size is (width, height) in pixels, at least (1, 1); got {size}")
@@ -151,7 +149,7 @@ class ImageDataset(Dataset):
         self.labels = torch.tensor(table.label.to_numpy())[:, None].float() if labels is None else labels
         if len(self.labels) != len(self.files):
             raise ValueError(f"{len(self.labels)} labels were given for {len(self.files)} images")
-        self.size, self.crop = (width, height), crop
+        self.size = (width, height)
         if check:
             lines = table.line if "line" in table else table.index
             rows = progress(zip(lines, self.files), total=len(self.files), desc="Checking images")
@@ -161,20 +159,11 @@ class ImageDataset(Dataset):
     def __len__(self):
         return len(self.files)
 
-    def decoded(self, index):
-        """The whole image as its file has it: uint8, (height, width, 3), RGB."""
+    def resized(self, index, out=None):
+        """The image as uint8, (height, width, 3), RGB, at the dataset's size; in the array `out` if there is one."""
         image = read_image(self.files[index])
         if image is None:
             raise DatasetError(_unreadable(self.files[index]))
-        return image
-
-    def resized(self, index, out=None):
-        """The image, or a random window of it, at the dataset's size; into the array `out` if there is one."""
-        image = self.decoded(index)
-        if self.crop < 1:
-            height, width = (max(1, round(self.crop * side)) for side in image.shape[:2])
-            top, left = (int(torch.randint(n, ())) for n in (image.shape[0] - height + 1, image.shape[1] - width + 1))
-            image = image[top : top + height, left : left + width]
         return cv2.resize(image, self.size, dst=out)
 
     def __getitem__(self, index):
@@ -252,24 +241,20 @@ def write_digits(folder, side=32):
 def write_photographs(folder, count=64, size=(1632, 1224)):
     """Write `count` JPEG files of a photograph's size, 2 megapixels and half a megabyte; returns their train.csv.
 
-    They are made, not taken: a digit in each, enlarged, over coarse and fine noise, so that a decoder has as much to do
-    as with a photograph. The labels are those of `write_digits`.
+    They are random windows of scikit-learn's two sample photographs (Creative Commons BY 2.0, by danielbuechele and
+    vultilion), enlarged, with a camera's noise. The label is 0 for the palace and 1 for the flower.
     """
-    folder, (width, height), random = Path(folder), size, np.random.default_rng(0)
+    folder, random = Path(folder), np.random.default_rng(0)
     (folder / "photographs").mkdir(parents=True, exist_ok=True)
-    scene = np.full((height, width, 3), 100, np.float32) + 6 * random.standard_normal((height, width, 3), np.float32)
-    for grains in (4, 16, 64, 256):
-        grain = random.standard_normal((3 * grains // 4, grains, 3), np.float32)
-        scene += 40 / grains**0.4 * cv2.resize(grain, size, interpolation=cv2.INTER_CUBIC)
-    scene, digits = scene.clip(0, 255).astype(np.uint8), load_digits()
-    names = [f"{i:04d}.jpg" for i in range(count)]
-    chosen = np.arange(count) % len(digits.target)
-    for name, digit in progress(zip(names, digits.images[chosen]), total=count, desc="Writing photographs"):
-        grey = cv2.resize((10 * digit).astype(np.uint8), size, interpolation=cv2.INTER_CUBIC)
-        place = (random.integers(height), random.integers(width))
-        image = cv2.add(np.roll(scene, place, (0, 1)), cv2.merge([grey] * 3))
+    photographs, noise = load_sample_images().images, 5 * random.standard_normal((*size[::-1], 3), np.float32)
+    names, labels = [f"{i:04d}.jpg" for i in range(count)], np.arange(count) % 2
+    for name, label in progress(zip(names, labels), total=count, desc="Writing photographs"):
+        top, left = random.integers([139, 256])  # of 427 rows and 640 columns, 288 and 384 are cut out
+        window = photographs[label][top : top + 288, left : left + 384]
+        image = cv2.resize(window, size, interpolation=cv2.INTER_CUBIC) + np.roll(noise, (top, left), (0, 1))
+        image = cv2.cvtColor(image.clip(0, 255).astype(np.uint8), cv2.COLOR_RGB2BGR)
         cv2.imwrite(str(folder / "photographs" / name), image, [cv2.IMWRITE_JPEG_QUALITY, 90])
-    table = pd.DataFrame({"image": names, "path": "photographs", "label": digits.target[chosen] % 2})
+    table = pd.DataFrame({"image": names, "path": "photographs", "label": labels})
     table.to_csv(folder / "train.csv", index=False, lineterminator="\n")
     return folder / "train.csv"
 

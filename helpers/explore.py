@@ -24,7 +24,9 @@ STYLE = """.vega-embed{max-width:760px}.vega-embed svg.marks{max-width:100%;heig
 .vega-bindings{display:grid;grid-template-columns:repeat(auto-fill,minmax(17rem,1fr));gap:.3rem 1.5rem;font-size:14px}
 .vega-bind label{display:flex;align-items:center;gap:.6em;flex-wrap:wrap}
 .vega-bind input[type=range]{flex:1;min-width:6rem}
-.vega-bind label>span:last-child{min-width:2.5em;text-align:right}.vega-bind-radio{display:flex;gap:.6em}"""
+.vega-bind label>span:last-child{min-width:2.5em;text-align:right}.vega-bind-radio{display:flex;gap:.6em}
+.vega-bindings:has([type=search]){display:block}.vega-bind [type=search]{flex:1;font:inherit;padding:.4em}
+.vega-embed:has([type=search]){display:flex;flex-direction:column-reverse}"""
 EMBED = {"actions": False, "renderer": "svg", "defaultStyle": STYLE}
 INKED = dict.fromkeys(("labelColor", "titleColor", "domainColor", "tickColor"), NEUTRAL)
 CONFIG = {  # the look of helpers.plots
@@ -37,6 +39,7 @@ CONFIG = {  # the look of helpers.plots
     "text": {"color": NEUTRAL, "fontSize": 15, "align": "left", "baseline": "top"},
     "rule": {"color": NEUTRAL},
 }
+VIEW = r"::(?:t|_?\w*view|expand|permute|transpose|(?:un)?squeeze|select|slice|split\w*|unbind|alias|detach)\b"
 VEGA_LITE = "application/vnd.vegalite.v5+json"
 
 
@@ -89,9 +92,15 @@ def choice(name, text, options, start, labels=None):
     return alt.param(name, value=start, bind=alt.binding_radio(options=options, labels=labels, name=text))
 
 
-def fates(values, scales, title, start=0):
+def _select(name, options, start):
+    """An input that offers `options` in a list to open."""
+    return alt.param(name, value=start, bind=alt.binding_select(options=options, name=f"{name} "))
+
+
+def fates(values, scales, title, start=0, what="gradient"):
     """A histogram of the nonzero `values` by their power of two, moved by a slider over the `scales`, exponents of 2:
     what fp16 makes of each number has its colour, and the shares that become 0 and that overflow are written out.
+    Each of them is called a `what`.
 
     Returns the shares at the first and at the last scale, as a DataFrame: what the slider shows at its ends.
     """
@@ -107,10 +116,10 @@ def fates(values, scales, title, start=0):
             fate="datum.at < -25 ? 'becomes 0' : datum.at < -14 ? 'subnormal' : datum.at < 16 ? 'normal' : 'overflows'"
         )
     )
-    domain = [int(powers.min()), int(powers.max()) + max(scales) + 2]
+    domain = [int(powers.min()) + min(*scales, 0), int(powers.max()) + max(scales) + 2]
     bars = moved.transform_calculate(middle="datum.at + 0.5")
     bars = bars.mark_bar(size=WIDTH / (domain[1] - domain[0]) - 1).encode(
-        x=alt.X("middle:Q", title="log2 of the scaled gradient", scale=alt.Scale(domain=domain, nice=False)),
+        x=alt.X("middle:Q", title=f"log2 of the scaled {what}", scale=alt.Scale(domain=domain, nice=False)),
         y=alt.Y("count:Q", title="how many", scale=alt.Scale(domain=[0, int(1.15 * counts.max())])),
         color=alt.Color("fate:N", scale=alt.Scale(domain=names, range=[COLORS[name] for name in names])),
     )
@@ -120,7 +129,7 @@ def fates(values, scales, title, start=0):
     says = "'scale 2^' + k + ': lost ' + format(datum.lost, '.1%') + ', overflowed ' + format(datum.over, '.1%')"
     words = shares.transform_calculate(says=says).mark_text(x=4, y=4, fontWeight="bold").encode(text="says:N")
     chart = alt.layer(bars, words).add_params(k).properties(width=WIDTH, height=220, title=title)
-    show(chart, f"Histogram with a slider: {title}. The slider multiplies all gradients by a power of two.")
+    show(chart, f"Histogram with a slider: {title}. The slider multiplies all {what}s by a power of two.")
     ends = {f"2^{end}": (powers + end) for end in (scales[0], scales[-1])}
     rows = {name: {"becomes 0": (at < -25).mean(), "overflows": (at >= 16).mean()} for name, at in ends.items()}
     return pd.DataFrame.from_dict(rows, orient="index")
@@ -199,44 +208,80 @@ def drawn_runs(runs, title, start):
     show(chart, f"Digits drawn by a trained network, with two inputs: {title}. They choose the loss weight and scale.")
 
 
-def calculator(parts, cards, title):
-    """The memory of a training step at its peak, as backward begins, by five inputs: model, precision, optimizer, batch
-    and card.
+def calculator(parts, states, cards, title, start):
+    """The memory of a training step, a bar for each moment of it, by six inputs: model, precision, optimizer, batch,
+    GPUs and card.
 
-    `parts`: a DataFrame in GiB, one row a model and precision (index levels `model` and `precision`), with columns
-    `weights`, `image` (what each image adds) and `rest` (what else does not grow with the batch). `cards`: a dict of
-    GiB that are there for the step. Momentum takes as much as the weights, Adam twice that.
+    `parts`: a DataFrame in GiB, one row a part, with columns `model`, `precision`, `moment`, `part`, `fixed` (what is
+    there anyway) and `each` (what is added for each in the batch), as `footprint.growth` finds them. `states`: a column
+    an optimizer, a row a precision: the bytes of its states for each byte of weights. Several GPUs divide all parts but
+    "activations" and "autocast's copies". `cards`: a dict of GiB that are there for the step. `start`: a dict of where
+    the inputs `model`, `precision`, `batch`, `gpus` and `card` begin.
     """
-    table = parts.round(5).reset_index().assign(key=lambda rows: rows.model + " " + rows.precision)
-    rows = pd.DataFrame({"part": ["weights", "optimizer", "rest", "activations"], "order": range(4)})
-    models, precisions = list(dict.fromkeys(table.model)), list(dict.fromkeys(table.precision))
-    pick = {
-        "model": alt.param("model", value=models[0], bind=alt.binding_select(options=models, name="model ")),
-        "precision": choice("precision", "precision ", precisions, precisions[0]),
-        "states": choice("states", "optimizer ", [0, 1, 2], 1, ["SGD", "momentum", "Adam"]),
-        "batch": slider("batch", "batch ", range(4, 513), 32),
-        "card": alt.param("card", value=next(iter(cards)), bind=alt.binding_select(options=list(cards), name="card ")),
-    }
-    found = alt.LookupData(table, "key", ["weights", "rest", "image"])
-    base = alt.Chart(rows).transform_calculate(key="model + ' ' + precision").transform_lookup("key", found)
-    size = "datum.part == 'activations' ? batch * datum.image : datum.part == 'optimizer' ? states * datum.weights"
-    base = base.transform_calculate(GiB=f"{size} : datum[datum.part]")
-    names = list(rows.part)
+    names, weights = ["weights", "optimizer", "gradients", "autocast's copies", "activations"], parts.part == "weights"
+    held = [parts.assign(optimizer="")]
+    for optimizer, ratios in states.items():
+        more = parts.precision[weights].map(ratios) * parts.fixed[weights]
+        held.append(parts[weights].assign(part="optimizer", optimizer=optimizer, fixed=more, each=0))
+    held = pd.concat(held).sort_values("part", key=lambda part: part.map(names.index), kind="stable")
+    models, precisions, moments = (list(dict.fromkeys(parts[name])) for name in ("model", "precision", "moment"))
+    options = {"model": models, "precision": precisions, "optimizer": list(states)}
+    inputs = [_select(name, some, start.get(name, some[0])) for name, some in options.items()]
+    inputs += [
+        slider("batch", "batch ", range(1, 513), start["batch"]),
+        choice("gpus", "GPUs that share (FSDP2) ", [1, 2, 8, 64], start["gpus"]),
+        _select("card", list(cards), start["card"]),
+    ]
+    chosen = "datum.model == model && datum.precision == precision"
+    chosen += " && (datum.optimizer == '' || datum.optimizer == optimizer)"
+    whole = json.dumps(["activations", "autocast's copies"])
+    size = f"(datum.fixed + batch * datum.each) / (indexof({whole}, datum.part) < 0 ? gpus : 1)"
+    base = alt.Chart(held.round(5)).transform_filter(chosen).transform_calculate(GiB=size)
+    moment = alt.Y("moment:N", sort=moments, title=None)
     colors = alt.Scale(domain=names, range=[color_of(name) for name in names])
-    bars = base.mark_bar(height=48).encode(
-        x=alt.X("GiB:Q", scale=alt.Scale(domainMin=0)),
-        color=alt.Color("part:N", scale=colors, sort=names, legend=alt.Legend(columns=4)),
-        order="order:Q",
-    )
-    total = base.transform_aggregate(total="sum(GiB)").transform_calculate(room=f"({json.dumps(cards)})[card]")
-    says = "model + ', ' + precision + ', ' + batch + ' images, ' + card + ': ' + format(datum.total, '.1f') + ' of '"
-    says += " + datum.room + ' GiB, ' + (datum.total > datum.room ? 'too much' : 'it fits')"
-    words = total.transform_calculate(says=says).mark_text(x=0, y=-18, fontSize=13).encode(text="says:N")
-    limit = alt.X("room:Q", title="GiB; dashed: there for the step")
-    rule = total.mark_rule(strokeDash=[6, 3], strokeWidth=2).encode(limit)
-    chart = alt.layer(bars, rule, words).add_params(*pick.values()).properties(width=WIDTH, height=70)
+    bars = base.transform_calculate(order=f"indexof({json.dumps(names)}, datum.part)").mark_bar(height=34)
+    color = alt.Color("part:N", scale=colors, sort=names, legend=alt.Legend(columns=4))
+    bars = bars.encode(alt.X("GiB:Q", scale=alt.Scale(domainMin=0)), moment, color, order="order:Q")
+    room = f"({json.dumps(cards)})[card]"
+    peak = base.transform_aggregate(total="sum(GiB)", groupby=["moment"]).transform_aggregate(peak="max(total)")
+    peak = peak.transform_calculate(room=room)
+    says = "'batch ' + batch + ', ' + card + ': ' + format(datum.peak, ',.1f') + ' of ' + datum.room + ' GiB, '"
+    says += " + (datum.peak > datum.room ? 'too much' : 'it fits')"
+    words = peak.transform_calculate(says=says).mark_text(x=0, y=-18, fontSize=13).encode(text="says:N")
+    limit = alt.X("room:Q", title="GiB a GPU; dashed: there for the step")
+    rule = peak.mark_rule(strokeDash=[6, 3], strokeWidth=2).encode(limit)
+    chart = alt.layer(bars, rule, words).add_params(*inputs).properties(width=WIDTH - 110, height=46 * len(moments))
     chart = chart.properties(title=alt.TitleParams(title, offset=24))
-    show(chart, f"A bar of memory with five inputs: {title}. Model, precision, optimizer, batch and card.")
+    show(chart, f"Bars of memory with six inputs: {title}. Model, precision, optimizer, batch, GPUs and card.")
+
+
+def step_times(rows, ways, title, start):
+    """What a training step's time is made of, a bar for each way to take it, by three inputs: network, card and batch.
+
+    `rows`: a DataFrame with columns `network`, `card`, `batch`, `way`, `kind` (of op, or "idle") and `ms`. `ways` are
+    named from top to bottom; the first is what the others are compared with. `start`: where the inputs begin.
+    """
+    options = {name: list(dict.fromkeys(rows[name])) for name in ("network", "card", "batch", "kind")}
+    kinds = options.pop("kind")
+    inputs = [_select(name, some, start[name]) for name, some in options.items()]
+    filtered = " && ".join(f"datum.{name} == {name}" for name in options)
+    base = alt.Chart(rows.round(3)).transform_filter(filtered)
+    shades = ["#4f6d8f", "#8fa9c4", "#c4c4c4", "#eba79e"]  # the last as in `timeline`
+    color = alt.Color("kind:N", scale=alt.Scale(domain=kinds, range=shades[-len(kinds) :]), sort=kinds)
+    y = alt.Y("way:N", title=None, scale=alt.Scale(domain=ways))
+    bars = base.transform_calculate(order=f"indexof({json.dumps(kinds)}, datum.kind)").mark_bar(height=30)
+    bars = bars.encode(alt.X("ms:Q", title="ms a step"), y, color, order="order:Q")
+    totals = rows.groupby([*options, "way"], sort=False).ms.sum().rename("ms").reset_index()
+    first = totals[totals.way == ways[0]].drop(columns="way")
+    totals = totals.merge(first, on=list(options), suffixes=("", " of the first"))
+    says = [
+        f"{ms:.3g} ms, {first / ms:.1f} times as fast" for ms, first in zip(totals.ms, totals.pop("ms of the first"))
+    ]
+    totals["says"] = np.where(totals.way == ways[0], [words.partition(",")[0] for words in says], says)
+    ends = alt.Chart(totals).transform_filter(filtered).mark_text(dx=6, baseline="middle", fontSize=13)
+    chart = alt.layer(bars, ends.encode(alt.X("ms:Q"), y, text="says:N")).add_params(*inputs)
+    chart = chart.properties(width=WIDTH - 180, height=40 * len(ways), title=title)
+    show(chart, f"Bars of time with three inputs: {title}. Network, card and batch.")
 
 
 def verdicts(intervals, title, margins, start):
@@ -309,6 +354,41 @@ def step_graph(dtypes, title, start):
     )
 
 
+def cast_map(traces, title):
+    """Networks op by op, a line for each part, in the order of running. An op has the colour of the dtype that it
+    returns, and half the height where that has 16 bits; a triangle before it is an activation that autocast casts.
+    Pointing at an op names it; an input chooses the network.
+
+    `traces`: what `autocast.trace_casts` returns, by the name of the network. Views and integers are left out.
+    """
+    ops = pd.concat([trace.assign(network=name, order=range(len(trace))) for name, trace in traces.items()])
+    # "Net.layers.3.attn.proj" belongs to "layers.3", "Net.head.proj" to "head", and "Net" to "Net".
+    parts = ops.module.str.extract(r"^(?:\w+\.)?(.*?\.\d+|\w+)")[0]
+    ops = ops.assign(part=parts, dtype=ops.output.str.partition(",")[0]).drop(columns=["cast_bytes", "module"])
+    ops = ops[ops.dtype.str.contains("float") & ~ops.op.str.contains(VIEW)]
+    ops["place"] = ops.groupby(["network", "part"]).cumcount()
+    ops["thick"] = np.where(ops.dtype.str.contains("16"), 10, 20)
+    ops["cast"] = ops.casts.str.extract(r"activation \w+ -> (\w+)")[0]
+    ops["name"] = ops.op.str.extract(r"::(?:native_|_scaled_dot_product_\w+_)?(\w+)")[0]
+    ops.loc[ops.groupby("network").place.transform("max") > 11, "name"] = ""  # no room
+    network = choice("network", "network ", list(traces), next(iter(traces)))
+    used = sorted(set(ops.dtype), reverse=True)
+    colors = alt.Scale(domain=used, range=[color_of(name) for name in used])
+    shapes = alt.Scale(domain=["float16", "bfloat16", "float32"], range=["triangle-down"] * 2 + ["triangle-up"])
+    at = {"y": alt.Y("part:N", title=None, sort=alt.EncodingSortField("order", op="min"))}
+    at["x"] = alt.X("place:Q", title="ops, in the order of running", axis=alt.Axis(labels=False, ticks=False))
+    base = alt.Chart(ops).transform_filter("datum.network == network").encode(**at, tooltip=list(ops)[:4])
+    boxes = base.transform_calculate(end="datum.place + 0.96").mark_bar()
+    boxes = boxes.encode(x2="end:Q", size=alt.Size("thick:Q", scale=None), color=alt.Color("dtype:N", scale=colors))
+    names = base.transform_calculate(middle="datum.place + 0.48")
+    names = names.mark_text(align="center", baseline="middle", color="white", fontSize=9, fontWeight="bold")
+    casts = base.transform_filter("isValid(datum.cast)").mark_point(filled=True, size=50, color="black", opacity=1)
+    casts = casts.encode(shape=alt.Shape("cast:N", scale=shapes, legend=None))
+    chart = alt.layer(boxes, names.encode(x="middle:Q", text="name:N"), casts).add_params(network)
+    chart = chart.properties(width=WIDTH - 60, height=alt.Step(22), title=title)
+    show(chart, f"The ops of networks, coloured by dtype, with an input: {title}. It chooses the network.")
+
+
 def walk(paths, unit, title, start):
     """A number that is lowered again and again by one update, exactly and in a format; inputs choose the format, the
     update and how many steps are taken.
@@ -360,32 +440,181 @@ def walk(paths, unit, title, start):
     )
 
 
+def schedule(took, workers, waits):
+    """When each part of a machine works, as rows for `timeline`, if steps take the times `took`, a DataFrame in ms with
+    columns `load`, `launch` and `compute`. Each of `workers` has at most two batches ahead, as PyTorch's do; without
+    any the main process loads. With `waits` it does nothing more until the device is done.
+    """
+    rows, taken, free, main, done = [], [], {}, 0.0, 0.0
+    for step, (load, launch, compute) in enumerate(took[["load", "launch", "compute"]].to_numpy().tolist()):
+        loader = f"worker {step % workers + 1}" if workers else "main process"
+        room = taken[step - 2 * workers] if workers and step >= 2 * workers else 0.0
+        free[loader] = (max(free.get(loader, 0.0), room) if workers else main) + load
+        rows.append((loader, "load", step, free[loader] - load, free[loader]))
+        taken.append(max(main, free[loader]))
+        main = taken[-1] + launch
+        rows.append(("main process", "launch", step, taken[-1], main))
+        done = max(main, done) + compute
+        rows.append(("device", "compute", step, done - compute, done))
+        main = done if waits else main
+    return pd.DataFrame(rows, columns=["part", "work", "step", "start", "end"])
+
+
 def timeline(rows, parts, inputs, title):
-    """When each part of a machine works, step by step; inputs choose among the machines that were computed.
+    """When each part of a machine works; inputs choose among the machines that were computed.
 
     `rows`: a DataFrame, one row a busy time, with columns `part`, `work`, `step`, `start` and `end` (ms), and one for
     each of `inputs`, a dict of the words beside the input by column. `parts` are named from top to bottom; the last is
-    the device: where it is idle, its line is light red.
+    the device: where it is idle, its line is light red. Without inputs `name` says what each time is: written on the
+    first kind of work, shown where one points.
     """
     work, device = list(dict.fromkeys(rows.work)), parts[-1]
     chosen = [choice(name, text, list(dict.fromkeys(rows[name])), rows[name].iloc[0]) for name, text in inputs.items()]
-    base = alt.Chart(rows.assign(length=rows.end - rows.start))
-    base = base.transform_filter(" && ".join(f"datum.{name} == {name}" for name in inputs))
+    rows = rows.assign(length=rows.end - rows.start).round(3)
+    base = alt.Chart(
+        rows
+        if inputs
+        else rows.assign(says=rows.name.where((rows.work == work[0]) & (rows.length > 0.05 * rows.end.max()), ""))
+    )
+    base = base.transform_filter(" && ".join(f"datum.{name} == {name}" for name in inputs) or "true")
     x = alt.X("start:Q", title="ms", scale=alt.Scale(domain=[0, float(rows.end.max())], nice=False))
     y = alt.Y("part:N", title=None, scale=alt.Scale(domain=parts))
-    shades = ["#9a9a9a", "#c4c4c4", COLORS["normal"], "#eba79e"]  # light enough for dark digits
+    # Light enough for dark digits; the last work is the device's.
+    shades = [*["#9a9a9a", "#c4c4c4"][: len(work) - 1], COLORS["normal"], "#eba79e"]
     color = alt.Color("work:N", scale=alt.Scale(domain=[*work, "idle"], range=shades))
     mine = base.transform_filter(f"datum.part == '{device}'")
     mine = mine.transform_aggregate(end="max(end)", first="min(end)", steps="count()", length="mean(length)")
     mine = mine.transform_calculate(start="0", part=f"'{device}'", work="'idle'")
     mine = mine.transform_calculate(pace="(datum.end - datum.first) / (datum.steps - 1)")
     idle = mine.mark_bar().encode(x, y, x2="end:Q", color=color)
-    bars = base.mark_bar(stroke="white", strokeWidth=1).encode(x, y, x2="end:Q", color=color)
+    edge = alt.condition(f"{str(bool(inputs)).lower()} || datum.part != '{device}'", alt.value(1), alt.value(0))
+    bars = base.mark_bar(stroke="white").encode(x, y, x2="end:Q", color=color, strokeWidth=edge)
+    bars = bars if inputs else bars.encode(tooltip=["name:N", "length:Q"])
     middle = base.transform_calculate(start="(datum.start + datum.end) / 2")
     numbers = middle.mark_text(align="center", baseline="middle", fontSize=11, color="black")
+    numbers = numbers.encode(x, y, text="step:N" if inputs else "says:N")
     pace = "format(datum.pace, '.1f') + ' ms a step; the device works '"
     mine = mine.transform_calculate(says=f"{pace} + format(datum.length / datum.pace, '.0%') + ' of the time'")
-    words = mine.mark_text(x=0, y=-22, fontWeight="bold").encode(text="says:N")
-    chart = alt.layer(idle, bars, numbers.encode(x, y, text="step:N"), words).add_params(*chosen)
+    words = [mine.mark_text(x=0, y=-22, fontWeight="bold").encode(text="says:N")] if inputs else []
+    chart = alt.layer(idle, bars, numbers, *words).add_params(*chosen)
     chart = chart.properties(width=WIDTH, height=36 * len(parts), title=alt.TitleParams(title, offset=8))
     show(chart, f"When each part of the machine works, with {len(inputs)} inputs: {title}.")
+
+
+def pointers(stored, exact, title, start):
+    """Angles as pointers on dials, where each should point and where it does; inputs choose the format and position.
+
+    `stored` maps `(format, position)` to angles in radians, one a dial (not finite: no pointer); `exact` maps
+    `position` to what they should be. Positions are 2^k - 1, in order. `start` is the first pair.
+    """
+    formats, positions = (list(dict.fromkeys(pair[place] for pair in stored)) for place in (0, 1))
+    powers = [position.bit_length() for position in positions]
+    rows = []
+    for (name, position), angles in stored.items():
+        for dial, (angle, right) in enumerate(zip(angles, exact[position])):
+            row = {"format": name, "k": position.bit_length(), "dial": dial, "says": "none"}
+            row |= {"right x": dial + 0.42 * np.cos(right), "right y": 0.42 * np.sin(right)}
+            if np.isfinite(angle):
+                away = abs((np.degrees(angle - right) + 180) % 360 - 180)
+                row |= {
+                    "x": dial + 0.42 * np.cos(angle),
+                    "y": 0.42 * np.sin(angle),
+                    "says": f"{away:.0f}\N{DEGREE SIGN}",
+                }
+            rows.append(row)
+    dials = len(angles)
+    chosen = choice("format", "format ", formats, start[0])
+    k = slider("k", "position: 2 to the power of k, minus 1; k = ", powers, start[1].bit_length())
+    table = pd.DataFrame(rows).round(3)
+    base = alt.Chart(table).transform_filter("datum.format == format && datum.k == k")
+    base = base.transform_calculate(zero="0")
+    x = alt.X("dial:Q", axis=None, scale=alt.Scale(domain=[-0.5, dials - 0.5], nice=False))
+    y = alt.Y("zero:Q", axis=None, scale=alt.Scale(domain=[-0.5, 0.5], nice=False))
+    radius = 0.42 * WIDTH / dials
+    faces = base.mark_point(size=np.pi * radius**2, color=NEUTRAL, opacity=0.4, strokeWidth=1).encode(x, y)
+    should = base.mark_rule(color=NEUTRAL, strokeWidth=5, opacity=0.5).encode(x, y, x2="right x:Q", y2="right y:Q")
+    colors = alt.Scale(domain=formats, range=[color_of(name) for name in formats])
+    color = alt.Color("format:N", scale=colors, legend=None)
+    does = base.transform_filter("isValid(datum.x)").mark_rule(strokeWidth=2)
+    does = does.encode(x, y, x2="x:Q", y2="y:Q", color=color)
+    says = base.mark_text(dy=radius + 6, align="center", fontSize=13).encode(x, y, text="says:N")
+    first = base.transform_filter("datum.dial == 0").transform_calculate(
+        head="'position ' + format(pow(2, datum.k) - 1, ',') + ' in ' + datum.format + ': degrees away from exact'"
+    )
+    words = first.mark_text(x=0, y=-24).encode(text="head:N")
+    chart = alt.layer(faces, should, does, says, words).add_params(chosen, k)
+    chart = chart.properties(width=WIDTH, height=WIDTH // dials, title=alt.TitleParams(title, offset=12))
+    show(chart, f"{dials} dials with two inputs: {title}. They choose the format and the position.")
+
+
+def ring(held, title):
+    """A ring all-reduce, step by step, by a slider: whose numbers are in what each process has of each part.
+
+    held: integer tensors of shape (processes, parts), before the first step and after each: in the number of a process
+    and a part, bit p says that it is a sum with the numbers of process p. What has just come has a frame.
+    """
+    world, rows = len(held[0]), []
+    for step, now in enumerate(held):
+        says = "adds what the next one sends" if step < world else "takes over a sum that is complete"
+        says = f"step {step} of {len(held) - 1}: each {says if step else 'has its own numbers'}"
+        for (process, part), bits in np.ndenumerate(now.numpy()):
+            whose = [str(other) for other in range(world) if bits >> other & 1]
+            has = "its own numbers" if len(whose) == 1 else "all" if len(whose) == world else "a part of the sum"
+            frame = 3 if step and bits != held[step - 1][process, part] else 0
+            place = {"process": f"process {process}", "part": f"part {part}"}
+            rows.append({"step": step, **place, "sum": " + ".join(whose), "has": has, "frame": frame, "says": says})
+    names, fills = ["its own numbers", "a part of the sum", "all"], ["#dcdcdc", "#dcbfe0", "#a6d6ae"]
+    step = slider("step", "step ", range(len(held)), 2)
+    base = alt.Chart(pd.DataFrame(rows)).transform_filter("datum.step == step")
+    bare = {"title": None, "scale": alt.Scale(padding=0.1)}
+    x = alt.X("part:N", axis=alt.Axis(orient="top", labelAngle=0, ticks=False, domain=False), **bare)
+    y = alt.Y("process:N", axis=alt.Axis(ticks=False, domain=False), **bare)
+    color = alt.Color("has:N", scale=alt.Scale(domain=names, range=fills))
+    frame = alt.StrokeWidth("frame:Q", scale=None)
+    boxes = base.mark_rect(stroke="#333333").encode(x, y, color=color, strokeWidth=frame)
+    sums = base.mark_text(align="center", baseline="middle", color="black").encode(x, y, text="sum:N")
+    first = base.transform_filter("datum.process == 'process 0' && datum.part == 'part 0'")
+    words = first.mark_text(x=0, y=-44, fontWeight="bold").encode(text="says:N")
+    chart = alt.layer(boxes, sums, words).add_params(step).properties(width=WIDTH - 80, height=44 * world)
+    chart = chart.properties(title=alt.TitleParams(title, offset=24))
+    show(chart, f"What {world} processes have of {world} parts, with a slider: {title}. The slider moves the step.")
+
+
+def switches(lines, runs, title):
+    """A loop with a switch a line: what each line leaves in the gradients, and above the loop how it ends.
+
+    `lines` are pairs: a line, and what stands there without it ("": nothing). `runs` maps a tuple of 0 and 1, one a
+    line, to `(sizes, says)`: the size of the gradients after each line that is reached (1: true, 0: there are none),
+    and a sentence.
+    """
+    names = [f"line{'abcdefghijklm'[row]}" for row in range(len(lines))]
+    inputs = [alt.param(name, value=True, bind=alt.binding_checkbox(name=pair[0])) for name, pair in zip(names, lines)]
+    rows = pd.DataFrame([{"row": row, "on": on, "off": off or f"# {on}"} for row, (on, off) in enumerate(lines)])
+    ends = [{"key": "".join(map(str, on)), "left": [*map(_size, sizes)], "says": s} for on, (sizes, s) in runs.items()]
+    base = alt.Chart(rows).transform_calculate(key=" + ".join(["''", *(f"({name} ? 1 : 0)" for name in names)]))
+    base = base.transform_lookup("key", alt.LookupData(pd.DataFrame(ends), "key", ["left", "says"]))
+    base = base.transform_calculate(there="datum.key[datum.row] == '1'", left="datum.left[datum.row] || ''")
+    base = base.transform_calculate(text="datum.there ? datum.on : datum.off", kind="split(datum.left, '2^')[0]")
+    y, x = alt.Y("row:O", axis=None), alt.value(WIDTH - 170)
+    ink = alt.condition("datum.there", alt.value(NEUTRAL), alt.value(COLORS["becomes 0"]))
+    code = base.mark_text(font="monospace", fontSize=13, baseline="middle")
+    code = code.encode(y=y, x=alt.value(0), text="text:N", color=ink)
+    fills = {"none": NEUTRAL, "true size": COLORS["gradients"], "scaled: ": "#5b2a63"}
+    fills |= {"too small: ": COLORS["becomes 0"], "not finite": COLORS["overflows"]}
+    color = alt.Color("kind:N", scale=alt.Scale(domain=list(fills), range=list(fills.values())), legend=None)
+    left = base.transform_filter("datum.left != ''")
+    boxes = left.mark_rect(stroke="white").encode(y=y, x=x, x2=alt.value(WIDTH), color=color)
+    sizes = left.mark_text(dx=8, color="white", fontWeight="bold", fontSize=14, baseline="middle").encode(
+        y=y, x=x, text="left:N"
+    )
+    first = base.transform_filter("datum.row == 0").mark_text(x=0, y=-20, fontWeight="bold", fontSize=13)
+    chart = alt.layer(code, boxes, sizes, first.encode(text="says:N")).add_params(*inputs)
+    chart = chart.properties(width=WIDTH, height=34 * len(lines), title=alt.TitleParams(title, offset=24))
+    show(chart, f"A loop with a switch for each of its {len(lines)} lines: {title}. Beside each line the gradients.")
+
+
+def _size(size):
+    if size == 0 or not np.isfinite(size):
+        return "not finite" if size else "none"
+    words = f"{'scaled' if size > 1 else 'too small'}: 2^{np.log2(size):.0f} times"
+    return "true size" if 0.7 < size < 1.4 else words

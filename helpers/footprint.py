@@ -1,15 +1,16 @@
 """Memory and time of a training step, predicted: from fake tensors, which have a shape, a dtype and no memory.
 
 Neither the GPU nor its memory is needed. What a real step adds, and no prediction here contains: the CUDA context, the
-workspaces of cuDNN and cuBLAS, the allocator's cache, and the time to launch kernels.
+workspaces of cuDNN and cuBLAS, and the allocator's cache.
 """
 
 import copy
 import heapq
 import math
 import weakref
-from collections import Counter
-from contextlib import nullcontext
+from bisect import bisect_right
+from collections import Counter, OrderedDict
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import count
@@ -19,37 +20,60 @@ import numpy as np
 import pandas as pd
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.functional import binary_cross_entropy_with_logits, scaled_dot_product_attention
+from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.nn.parameter import is_lazy
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import conv_flop_count, flop_registry
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import conv_flop_count, flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from helpers.autocast import autocast_on, in_words, on_device, tensors_of
+from helpers.autocast import KernelsOfCuda, autocast_on, in_words, on_device, tensors_of
 
 # Memory in GiB: a card sold with 24 GB has 24 GiB, and the driver keeps up to 2% of it. Bandwidth in GB/s, 1e9 bytes.
 # Rates in TFLOP/s without sparsity (a datasheet that gives those with sparsity gives twice as much), those of 16-bit
-# formats with sums in float32. Each row is one column of its source.
+# formats with sums in float32. Each row is one column of its source. The L2 cache in MiB: NVIDIA's whitepapers on the
+# chips; the H200 has the H100's; the B200's as its driver tells (torchao's pull request 4002).
 GPUS = pd.DataFrame(
     [
-        ("V100", 16, 900, 15.7, math.nan, 125, math.nan, "NVIDIA V100 datasheet, V100 SXM2"),
-        ("RTX 3090", 24, 936, 35.6, 35.6, 71, 71, "NVIDIA GA102 whitepaper, appendix A, RTX 3090"),
-        ("A100", 80, 2039, 19.5, 156, 312, 312, "NVIDIA A100 datasheet, A100 80GB SXM"),
-        ("RTX 4090", 24, 1008, 82.6, 82.6, 165.2, 165.2, "NVIDIA Ada whitepaper, appendix A, RTX 4090"),
-        ("H100", 80, 3350, 67, 494.5, 989.5, 989.5, "NVIDIA H100 datasheet, H100 SXM"),
-        ("H200", 141, 4800, 67, 494.5, 989.5, 989.5, "NVIDIA H200 datasheet, H200 SXM"),
-        ("B200", 180, 7700, 75, 1100, 2250, 2250, "NVIDIA Blackwell datasheet, HGX B200, one GPU"),
+        ("V100", 16, 6, 900, 15.7, math.nan, 125, math.nan, "NVIDIA V100 datasheet, V100 SXM2"),
+        ("RTX 3090", 24, 6, 936, 35.6, 35.6, 71, 71, "NVIDIA GA102 whitepaper, appendix A, RTX 3090"),
+        ("A100", 80, 40, 2039, 19.5, 156, 312, 312, "NVIDIA A100 datasheet, A100 80GB SXM"),
+        ("RTX 4090", 24, 72, 1008, 82.6, 82.6, 165.2, 165.2, "NVIDIA Ada whitepaper, appendix A, RTX 4090"),
+        ("H100", 80, 50, 3350, 67, 494.5, 989.5, 989.5, "NVIDIA H100 datasheet, H100 SXM"),
+        ("H200", 141, 50, 4800, 67, 494.5, 989.5, 989.5, "NVIDIA H200 datasheet, H200 SXM"),
+        ("B200", 180, 126.5, 7700, 75, 1100, 2250, 2250, "NVIDIA Blackwell datasheet, HGX B200, one GPU"),
     ],
-    columns=["gpu", "memory", "bandwidth", "fp32", "tf32", "fp16", "bf16", "source"],
+    columns=["gpu", "memory", "cache", "bandwidth", "fp32", "tf32", "fp16", "bf16", "source"],
 ).set_index("gpu")
 
-# Adam as with fused=True: the default on CUDA makes temporary copies as large as all weights in its step.
+
+class _Adam8bit(torch.optim.Optimizer):
+    """The states of torchao.optim.AdamW8bit. Its step is compiled; what that needs in passing is not counted."""
+
+    def __init__(self, weights):
+        super().__init__(weights, {})
+
+    def step(self):
+        for weight in self.param_groups[0]["params"]:
+            if weight.grad is not None and not self.state[weight]:
+                self.state[weight] = {"first moment": _in_8_bits(weight), "second moment": _in_8_bits(weight)}
+
+
+def _in_8_bits(weight):
+    """A byte a number, a scale for each block of 256, and a table of what the bytes stand for."""
+    if weight.numel() < 4096 or weight.numel() % 256:
+        return [torch.empty_like(weight)]
+    scales, table = (weight.new_empty(size, dtype=torch.float32) for size in (weight.numel() // 256, 256))
+    return [torch.empty_like(weight, dtype=torch.uint8), scales, table]
+
+
+# CUDA's default for Adam is foreach: it makes temporary copies as large as all weights in its step; fused makes none.
 OPTIMIZERS = {
     "sgd": lambda weights: torch.optim.SGD(weights, lr=1e-3),
     "sgd_momentum": lambda weights: torch.optim.SGD(weights, lr=1e-3, momentum=0.9),
     "adam": lambda weights: torch.optim.Adam(weights, lr=1e-3, fused=True),
     "adamw": lambda weights: torch.optim.AdamW(weights, lr=1e-3, fused=True),
+    "adamw_foreach": lambda weights: torch.optim.AdamW(weights, lr=1e-3, foreach=True),
+    "adamw_8bit": _Adam8bit,
 }
 
 # The dtype of autocast, None without it.
@@ -64,6 +88,7 @@ _BLOCK = 512  # bytes; CUDACachingAllocator.cpp, kMinBlockSize
 class _Allocation:
     """A piece of memory: what it is for, the first op that has it, and the first that has it no more."""
 
+    number: int
     bytes: int
     dtype: str
     born: int
@@ -84,13 +109,22 @@ class _Recorder(TorchDispatchMode):
         storage = tensor.untyped_storage()
         if storage._cdata not in self._alive:
             dtype = str(tensor.dtype).removeprefix("torch.")
-            self._alive[storage._cdata] = _Allocation(storage.nbytes(), dtype, born=len(self.rows))
+            number = len(self.allocations)
+            self._alive[storage._cdata] = _Allocation(number, storage.nbytes(), dtype, born=len(self.rows))
             self.allocations.append(self._alive[storage._cdata])
             weakref.finalize(storage, self._freed, storage._cdata).atexit = False
         return self._alive[storage._cdata]
 
     def _freed(self, address):
         self._alive.pop(address).died = len(self.rows)
+
+    def places(self, tensors):
+        """The bytes of `tensors` by the number of the memory that they lie in."""
+        found = Counter()
+        for tensor in tensors:
+            if allocation := self._alive.get(tensor.untyped_storage()._cdata):
+                found[allocation.number] = min(found[allocation.number] + tensor.nbytes, allocation.bytes)
+        return dict(found)
 
     def mark(self, tensors, kind):
         for tensor in tensors:
@@ -107,17 +141,12 @@ class _Recorder(TorchDispatchMode):
             self.allocation(tensor)
         if func.is_view or func.namespace in ("prim", "profiler"):
             return result
-        dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in _tensors((args, kwargs))]
-        self.rows.append(
-            {
-                "phase": self.phase,
-                "op": func.name().split("::")[1],
-                "depthwise": _is_depthwise(func, args),
-                "dtype": dtypes[0] if dtypes else "",
-                "flops": _flops(func, args, kwargs, result),
-                "bytes": _traffic(func, args, kwargs, result),
-            }
-        )
+        dtype = next((str(tensor.dtype).removeprefix("torch.") for tensor in _tensors((args, kwargs))), "")
+        what = {"phase": self.phase, "op": func.name().split("::")[1], "depthwise": _is_depthwise(func, args)}
+        what |= {"dtype": dtype, "flops": _flops(func, args, kwargs, result)}
+        read, written = _traffic(func, args, kwargs, result)
+        moved = sum(min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in read + written)
+        self.rows.append(what | {"bytes": moved, "reads": self.places(read), "writes": self.places(written)})
         return result
 
     def timeline(self):
@@ -146,14 +175,18 @@ def _flops(func, args, kwargs, result):
     if func.name() == "aten::convolution_backward":  # torch's own formula forgets the groups
         grad, x, weight, transposed, wanted = args[0], args[1], args[2], args[7], args[10]
         return sum(wanted[:2]) * conv_flop_count(x.shape, weight.shape, grad.shape, transposed)
+    if func.name().startswith("aten::_scaled_dot_product"):  # torch 2.11's wants all heads of keys
+        *grad, query, key, value = (tensor.shape for tensor in args[: 3 + ("backward" in func.name())])
+        count_flops = sdpa_backward_flop_count if grad else sdpa_flop_count
+        return count_flops(*grad, query, query[:2] + key[2:], query[:2] + value[2:])
     formula = flop_registry.get(func.overloadpacket)
     return formula(*args, **kwargs, out_val=result) if formula else 0
 
 
 def _traffic(func, args, kwargs, result):
-    """Bytes read and written. A view moves nothing, nor does memory that is allocated and not filled."""
+    """The tensors read and written. A view moves nothing, nor does memory that is allocated and not filled."""
     if "empty" in func.name():
-        return 0
+        return [], []
     named = {argument.name: value for argument, value in zip(func._schema.arguments, args)} | kwargs
     changed = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     inputs = _tensors((args, kwargs))
@@ -161,43 +194,10 @@ def _traffic(func, args, kwargs, result):
     written = _tensors([named.get(name) for name in changed])
     written += [tensor for tensor in _tensors(result) if tensor.untyped_storage()._cdata not in read_from]
     if not written:
-        return 0
+        return [], []
     if func.name().startswith(("aten::copy_", "aten::fill_", "aten::zero_")):
         inputs = inputs[1:]
-    return sum(min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in inputs + written)
-
-
-_RNNS = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
-
-
-class _KernelsOfCuda(TorchFunctionMode):
-    """Attention by the kernel that CUDA would take. Without a GPU, torch finds none that supports a fused kernel.
-
-    RNNs run without cuDNN, which asks for the device, and whose memory fake tensors do not know.
-    """
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func is scaled_dot_product_attention and (args[0] if args else kwargs["query"]).dim() == 4:
-            return _attention(*args, **kwargs)
-        with torch.backends.cudnn.flags(enabled=False) if func in _RNNS else nullcontext():
-            return func(*args, **kwargs)
-
-
-def _attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
-    if enable_gqa:
-        repeats = query.size(-3) // key.size(-3)
-        key, value = (tensor.repeat_interleave(repeats, -3) for tensor in (key, value))
-    if torch.is_autocast_enabled("cuda"):
-        dtype = torch.get_autocast_dtype("cuda")
-        query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
-    if attn_mask is None and query.dtype != torch.float32:
-        kernel = torch.ops.aten._scaled_dot_product_flash_attention
-        return kernel(query, key, value, dropout_p, is_causal, scale=scale)[0]
-    if attn_mask is not None:
-        attn_mask = attn_mask.to(query.dtype).expand(*query.shape[:-1], key.size(-2))
-    kernel = torch.ops.aten._scaled_dot_product_efficient_attention
-    return kernel(query, key, value, attn_mask, query.requires_grad, dropout_p, is_causal, scale=scale)[0]
+    return inputs, written
 
 
 def _expected_by(node):
@@ -241,17 +241,16 @@ def _backward(losses, on_gradient):
             weight.grad = gradient if weight.grad is None else weight.grad + gradient
             on_gradient(weight.grad)
             continue
-        if isinstance(node, torch.autograd.function.BackwardCFunction):  # written in Python, with a place an argument
+        in_python = isinstance(node, torch.autograd.function.BackwardCFunction)
+        if in_python:
             for place, expected in enumerate(_expected_by(node)):
                 if gradients[place] is None:
                     gradients[place] = torch.zeros(expected.shape, dtype=expected.dtype, device=expected.device)
-            results = node.apply(*gradients)
-            results = results if isinstance(results, tuple) else (results,)
+        results = node.apply(*gradients) if in_python else node(*gradients)
+        results = results if isinstance(results, tuple) else (results,)
+        if in_python:  # it returns something for each argument, and has edges to some
             results = [result for result, needed in zip(results, node.needs_input_grad) if needed]
             edges = [edge for edge in edges if edge[0] is not None]
-        else:
-            results = node(*gradients)
-            results = results if isinstance(results, tuple) else (results,)
         del node, gradients
         for (child, place), result in zip(edges, results):
             if child is None:
@@ -273,8 +272,45 @@ def _autocast(device_type, dtype=None, enabled=True, cache_enabled=True):
     return autocast_on(device_type, dtype, cache_enabled) if enabled else nullcontext()
 
 
-@in_words("the model or its optimizer")
-def _record(model, input_shape, precision, optimizer, device_type):
+def _made(make):
+    """What `make()` returns, made on the meta device, without memory; for real where it asks for values."""
+    with suppress(Exception), torch.device("meta"):
+        return make()
+    return make()
+
+
+def _copied(model, device_type, dtype):
+    """The model with fake tensors on the device; with a `dtype`, its float tensors have that one."""
+    tensors = tensors_of(model)
+    if any(map(is_lazy, tensors)):
+        raise ValueError("lazy modules have no shapes yet; in build_model, call the model once before returning it")
+    others = {weight.dtype for weight in model.parameters() if weight.requires_grad} - {torch.float32}
+    if others and not dtype:
+        raise ValueError(f"the model trains weights of {others.pop()}, not float32; pure_bf16 casts them by itself")
+    if device_type == "cpu" and any(isinstance(module, torch.nn.LSTM) for module in model.modules()):
+        raise ValueError("on a CPU an LSTM keeps a workspace of oneDNN's, which is not predicted; predict for cuda")
+    return copy.deepcopy(model, {id(tensor): on_device(tensor, device_type, True, dtype) for tensor in tensors})
+
+
+def _after_a_step(optimizer):
+    """From the second step on, there is momentum."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError("LBFGS runs the model several times a step and is not predicted; take another optimizer")
+    for weight in (weight for group in optimizer.param_groups for weight in group["params"]):
+        weight.grad = torch.empty_like(weight) if weight.requires_grad else None
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+def _loss_of_logits(output):
+    if not isinstance(output, torch.Tensor):
+        raise ValueError("the model must return one tensor, or `loss` make a scalar of what it returns")
+    return binary_cross_entropy_with_logits(output, torch.zeros_like(output))
+
+
+@in_words("the model, its inputs or its optimizer")
+def _record(build_model, inputs, precision, optimizer, device_type="cuda", loss=None):
     """Run one training step on fake tensors; the _Recorder that saw it."""
     if precision not in PRECISIONS:
         raise ValueError(f"unknown precision {precision!r}; it is one of {', '.join(PRECISIONS)}")
@@ -283,47 +319,36 @@ def _record(model, input_shape, precision, optimizer, device_type):
     if device_type not in ("cuda", "cpu"):
         raise ValueError(f"unknown device type {device_type!r}; only cuda and cpu can be predicted")
     make_optimizer = optimizer if callable(optimizer) else OPTIMIZERS[optimizer]
+    loss = loss or _loss_of_logits
     dtype = torch.bfloat16 if precision == "pure_bf16" else None
-    seen = _Recorder()
+    seen, model = _Recorder(), _made(build_model)
+    batch = _made(inputs if callable(inputs) else lambda: torch.empty(inputs))
+    batch = batch if isinstance(batch, tuple | dict) else (batch,)
     with FakeTensorMode():
-        tensors = tensors_of(model)
-        if any(map(is_lazy, tensors)):
-            raise ValueError("lazy modules have no shapes yet; in build_model, call the model once before returning it")
-        others = {weight.dtype for weight in model.parameters() if weight.is_floating_point()} - {torch.float32}
-        if others and precision != "pure_bf16":
-            raise ValueError(f"the model has weights of {others.pop()}, not float32; pure_bf16 casts weights by itself")
-        if device_type == "cpu" and any(isinstance(module, torch.nn.LSTM) for module in model.modules()):
-            raise ValueError("on a CPU an LSTM keeps a workspace of oneDNN's, which is not predicted; predict for cuda")
-        model = copy.deepcopy(model, {id(tensor): on_device(tensor, device_type, True, dtype) for tensor in tensors})
-        optimizer = make_optimizer(model.parameters())
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise ValueError("LBFGS runs the model several times a step and is not predicted; take another optimizer")
-        for weight in model.parameters():
-            weight.grad = torch.empty_like(weight) if weight.requires_grad else None
-        optimizer.step()  # from the second step on, there is momentum
-        optimizer.zero_grad()
-        batch = torch.empty(input_shape, dtype=dtype, device=device_type)
+        model = _copied(model, device_type, dtype)
+        batch = tree_map_only(torch.Tensor, lambda tensor: on_device(tensor, device_type, True, dtype), batch)
+        optimizer = _after_a_step(make_optimizer(model.parameters()))
 
+        seen.weights = sum(weight.numel() for weight in model.parameters())
         seen.mark(model.parameters(), "parameters")
         seen.mark(model.buffers(), "buffers")
         seen.mark([state for state in _tensors(list(optimizer.state.values())) if state.ndim], "optimizer state")
-        seen.mark([batch], "batch")
+        seen.mark(_tensors(batch), "batch")
+        given = {tensor.untyped_storage()._cdata for tensor in _tensors(batch)}
 
         def keep(tensor):
-            if tensor.untyped_storage()._cdata == batch.untyped_storage()._cdata:
+            if tensor.untyped_storage()._cdata in given:
                 seen.mark([tensor], "activations")
             return tensor.detach()  # or an op that keeps its own output would keep itself alive
 
         autocast = _autocast(device_type, PRECISIONS[precision], PRECISIONS[precision] is not None)
-        kernels = _KernelsOfCuda() if device_type == "cuda" else nullcontext()
+        kernels = KernelsOfCuda() if device_type == "cuda" else nullcontext()
         with seen, kernels:
             seen.phase = "forward"
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), autocast:
-                output = model(batch)
-                if not isinstance(output, torch.Tensor) or not output.requires_grad:
-                    raise ValueError("the model must return one tensor that depends on a weight that is trained")
-                losses = [binary_cross_entropy_with_logits(output, torch.zeros_like(output))]
-            del output
+                losses = [loss(model(**batch) if isinstance(batch, dict) else model(*batch))]
+                if losses[0].ndim or not losses[0].requires_grad:
+                    raise ValueError("the loss must be a scalar that depends on a weight that is trained")
             seen.mark_unmarked("activations")
             seen.phase = "backward"
             # Both are asked by torch.utils.checkpoint: for autocast, which torch refuses where the device is missing,
@@ -343,10 +368,10 @@ def _record(model, input_shape, precision, optimizer, device_type):
 class MemoryEstimate:
     """What one training step needs, in bytes. Weights, momentum and the batch are there before the step begins.
 
-    `activations` is what forward keeps for backward, the batch included where it is kept, by dtype name. `peak` is the
-    most that is alive at one moment, every tensor rounded up to torch's blocks of 512 bytes. `timeline` has a row an
-    op, views left out, in the order of running: phase, op, and the bytes alive while it runs, a column for each of
-    `KINDS`.
+    `activations` is what forward keeps for backward, by dtype name, with the batch and autocast's copies of weights
+    where these are kept. `peak` is the most that is alive at one moment, each tensor rounded up to blocks of 512 bytes,
+    as torch does. `bytes_per_parameter`: weights, gradients and optimizer state over the number of weights. `timeline`
+    has a row an op but views, in the order of running: phase, op, and the bytes alive meanwhile by kind (`KINDS`).
     """
 
     parameters: int
@@ -355,27 +380,33 @@ class MemoryEstimate:
     optimizer_state: int
     activations: dict
     peak: int
+    bytes_per_parameter: float
     timeline: pd.DataFrame = field(repr=False)
 
 
-def predict_memory(build_model, input_shape, precision, optimizer="sgd_momentum", device_type="cuda"):
+def predict_memory(build_model, inputs, precision, optimizer="sgd_momentum", device_type="cuda", loss=None):
     """Predict the memory of a training step on a GPU that need not be there, as a MemoryEstimate.
 
-    build_model: takes no argument and returns a module. Activation checkpointing that it turns on
-        (`model.set_grad_checkpointing()` in timm) is predicted too.
-    input_shape: (batch, channels, height, width) of float images. The loss is binary cross-entropy with logits.
+    build_model: takes no argument and returns a module. It runs on the meta device unless it asks for values, so the
+        model may be larger than this machine's memory; what it makes has no values to be used elsewhere. Frozen weights
+        have no gradient and no state (LoRA), and any dtype. Activation checkpointing is predicted too.
+    inputs: a shape of float images, (batch, channels, height, width), or a function without arguments that returns what
+        the model is called with: a tensor (of tokens), a tuple of arguments, or a dict of named ones. They are copied
+        to the device.
     precision: "fp32" or "tf32" (the same memory), "fp16" or "bf16" (autocast), "pure_bf16" (weights and images too).
     optimizer: a key of `OPTIMIZERS`, or a function that takes the weights and returns an optimizer.
     device_type: "cuda", or "cpu". A CPU keeps other things: its autocast has other rules for softmax and layer_norm,
         its dropout keeps a float mask, its attention with a mask that is learned keeps the softmax.
+    loss: a function that makes a scalar of what the model returns, under autocast; it makes the targets too, on the
+        output's device. By default binary cross-entropy with logits.
 
     On "cuda", attention is what Ampere and newer take: flash attention in 16 bits, memory-efficient attention in
     float32 and with a mask. The reserve that batch norm keeps in channels_last is left out. RNNs are predicted without
-    cuDNN, which keeps other things. The optimizer goes through the weights one by one; CUDA's default, foreach, needs
-    more in its step for some (RMSprop, Adam without fused).
+    cuDNN, which keeps other things. An optimizer of one's own goes through the weights one by one, unless told
+    foreach=True, CUDA's default, which needs more in its step for some (RMSprop, Adam).
 
-    Raises ValueError for an unknown precision, optimizer or device type, for a model that returns no tensor to train
-    on, asks for values, takes whole numbers, runs backward itself, or uses sparse gradients, lazy modules or tensors of
+    Raises ValueError for an unknown precision, optimizer or device type, for a loss that trains nothing, for a model
+    that asks for values, takes other inputs, runs backward itself, or uses sparse gradients, lazy modules or tensors of
     no module, for weights that do not fit the precision, LBFGS, an LSTM on a CPU, reentrant checkpointing, and, on old
     versions of torch, an autograd.Function written in Python. A model compiled with torch.compile is predicted eager.
 
@@ -384,8 +415,11 @@ def predict_memory(build_model, input_shape, precision, optimizer="sgd_momentum"
     >>> estimate = predict_memory(lambda: torch.nn.Linear(100, 1), (8, 100), "fp32")
     >>> estimate.parameters, estimate.gradients, estimate.optimizer_state, estimate.activations
     (404, 404, 404, {'float32': 3268})
+    >>> tokens = lambda: torch.randint(50_000, (2, 1024))
+    >>> predict_memory(lambda: torch.nn.Embedding(50_000, 64), tokens, "bf16", "adamw").bytes_per_parameter
+    16.0
     """
-    seen = _record(build_model(), input_shape, precision, optimizer, device_type)
+    seen = _record(build_model, inputs, precision, optimizer, device_type, loss)
     total, activations = Counter(), Counter()
     for allocation in seen.allocations:
         total[allocation.kind] += allocation.bytes
@@ -399,8 +433,36 @@ def predict_memory(build_model, input_shape, precision, optimizer="sgd_momentum"
         optimizer_state=total["optimizer state"],
         activations=dict(+activations),
         peak=int(timeline[KINDS].sum(axis=1).max()),
+        bytes_per_parameter=sum(total[kind] for kind in ("parameters", "gradients", "optimizer state")) / seen.weights,
         timeline=timeline,
     )
+
+
+def largest(limit, peak_of):
+    """The largest whole number with `peak_of(number) <= limit`; 0 if there is none.
+
+    peak_of: a function of a number of images, or of tokens in a sequence: it grows, and is asked for larger ones too.
+
+    Examples
+    --------
+    >>> largest(1000, lambda number: 3 * number + 100)
+    300
+    """
+    peak = cache(peak_of)
+    before, number = 16, 32
+    for _ in range(4):  # follow the straight line through the last two points; the peak is nearly straight
+        each = (peak(number) - peak(before)) / (number - before)
+        guess = number + math.floor((limit - peak(number)) / each) if each > 0 else 2 * number
+        before, number = number, max(1, guess)
+        if before == number:
+            break
+    step = 1
+    while number and peak(number) > limit:
+        number, step = max(0, number - step), 2 * step
+    step = 1
+    while peak(number + step) <= limit:
+        number, step = number + step, 2 * step
+    return bisect_right(range(number + step), limit, lo=number + 1, key=peak) - 1
 
 
 def largest_batch(gpu_memory, build_model, image_shape, precision, optimizer="sgd_momentum"):
@@ -414,10 +476,9 @@ def largest_batch(gpu_memory, build_model, image_shape, precision, optimizer="sg
     >>> largest_batch(10**6, lambda: torch.nn.Linear(100, 1), (100,), "fp32")
     2396
     """
-    model = build_model()
+    model = _made(build_model)
 
-    @cache
-    def peak(batch):
+    def peak_of(batch):
         try:
             return predict_memory(lambda: model, (batch, *image_shape), precision, optimizer).peak
         except ValueError as error:
@@ -425,26 +486,75 @@ def largest_batch(gpu_memory, build_model, image_shape, precision, optimizer="sg
                 return math.inf
             raise
 
-    before, batch = 16, 32
-    for _ in range(4):  # follow the straight line through the last two points; the peak is nearly straight
-        each = (peak(batch) - peak(before)) / (batch - before)
-        guess = batch + math.floor((gpu_memory - peak(batch)) / each) if each > 0 else 2 * batch
-        before, batch = batch, max(1, guess)
-        if before == batch:
-            break
-    fits, too_large, reach = 0, None, 1
-    while too_large is None or too_large - fits > 1:
-        if peak(batch) <= gpu_memory:
-            fits = batch
-        else:
-            too_large = batch
-        if too_large is None:
-            batch, reach = fits + reach, 2 * reach
-        elif fits == 0:
-            batch, reach = max(1, too_large - reach), 2 * reach
-        else:
-            batch = (fits + too_large) // 2
-    return fits
+    return largest(gpu_memory, peak_of)
+
+
+_PARTS = {
+    "weights": ["parameters", "buffers"],
+    "gradients": ["gradients"],
+    "activations": ["batch", "activations", "other"],
+}
+
+
+def growth(build_model, inputs_of, precision, checkpointed=False, loss=None):
+    """What a training step needs anyway and what each in the batch adds, as a DataFrame in GiB: columns `fixed` and
+    `each`, a row for each part and each of three moments, one of which is the peak as a rule.
+
+    As "forward ends" all activations are there, and autocast's copies of weights; as "backward begins" the first
+    gradients have come, and with checkpointing the copies have gone; as "backward ends" all gradients are there. Each
+    at its fullest. Optimizer state is left out: it is there all the time.
+
+    inputs_of: takes the size of the batch, and returns `predict_memory`'s inputs. checkpointed: whether what
+    `build_model` returns forgets its activations.
+    """
+    few, many = (predict_memory(build_model, inputs_of(n), precision, "sgd", loss=loss) for n in (2, 8))
+    few, many = _at_moments(few), _at_moments(many)
+    found = pd.DataFrame({"fixed": few - (many - few) / 3, "each": (many - few) / 6})
+    layers = [layer for layer in _made(build_model).modules() if isinstance(layer, torch.nn.Linear | torch.nn.Conv2d)]
+    copied = 2 * sum(layer.weight.numel() for layer in layers) / 2**30 if PRECISIONS[precision] else 0
+    for moment, there in {"forward ends": copied, "backward begins": copied * (not checkpointed)}.items():
+        found.loc[("activations", moment), "fixed"] -= there
+        found.loc[("autocast's copies", moment), ["fixed", "each"]] = there, 0
+    return found
+
+
+def _at_moments(estimate):
+    """GiB as forward ends, as backward begins and as it ends, each at its fullest, by part and moment."""
+    forward, backward = (estimate.timeline.query(f"phase == '{phase}'") for phase in ("forward", "backward"))
+    first, last = backward.gradients[backward.gradients > 0].iloc[0], backward.gradients.max()
+    moments = {"forward ends": forward, "backward begins": backward[backward.gradients < 1.05 * first]}
+    moments["backward ends"] = backward[backward.gradients > 0.99 * last]
+    found = {}
+    for moment, ops in moments.items():
+        fullest = ops.loc[ops[KINDS].sum(axis=1).idxmax()]
+        found |= {(part, moment): fullest[kinds].sum() / 2**30 for part, kinds in _PARTS.items()}
+    return pd.Series(found, dtype=float).rename_axis(["part", "moment"])
+
+
+# How many of optimizer state, gradients and weights are divided, in this order: S. Rajbhandari, J. Rasley, O. Ruwase,
+# Y. He: ZeRO, SC20, arXiv:1910.02054, sections 3 and 5. FSDP2 divides what stage 3 does.
+_STAGES = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp2": 3}
+
+
+def shards(estimate, strategy, ranks):
+    """The bytes that each of `ranks` GPUs holds, as a dict: optimizer_state, gradients, parameters, activations.
+
+    estimate: a MemoryEstimate of one rank's batch. Its activations, with autocast's copies of weights, stay whole.
+    strategy: "ddp", "zero1", "zero2", "zero3" or "fsdp2".
+
+    Left out: the weights of the block that runs, which stage 3 and FSDP2 gather; and the buckets of DDP, as large as
+    the gradients where gradient_as_bucket_view=True is not set.
+
+    Examples
+    --------
+    >>> shards(predict_memory(lambda: torch.nn.Linear(100, 1, False), (8, 100), "fp32"), "zero2", 4)
+    {'optimizer_state': 100, 'gradients': 100, 'parameters': 400, 'activations': 3268}
+    """
+    if strategy not in _STAGES:
+        raise ValueError(f"unknown strategy {strategy!r}; it is one of {', '.join(_STAGES)}")
+    held = {kind: getattr(estimate, kind) for kind in ("optimizer_state", "gradients", "parameters")}
+    held |= {kind: math.ceil(held[kind] / ranks) for kind in list(held)[: _STAGES[strategy]]}
+    return held | {"activations": sum(estimate.activations.values())}
 
 
 @dataclass(frozen=True)
@@ -454,7 +564,8 @@ class TimeEstimate:
     `flops`: a multiply-add of a convolution, a matrix product or attention counts 2, all else 0. `bytes`: what the ops
     read and write, each tensor once an op. `seconds`: the larger of arithmetic and traffic, summed over the ops;
     `bound`: "memory" or "compute", whichever makes up most of it. `ops`: a row an op, with its phase, depthwise
-    (whether it is such a convolution), dtype, flops, bytes, intensity (FLOPs a byte), seconds and bound.
+    (whether it is such a convolution), dtype, flops, bytes, intensity (FLOPs a byte), seconds and bound; `reads` and
+    `writes` are dicts of bytes by the number of a piece of memory.
     """
 
     flops: int
@@ -475,8 +586,8 @@ def roofline(build_model, input_shape, precision, gpu, optimizer="sgd_momentum")
     op; PyTorch's default on Ampere and newer is in between, TF32 in convolutions only. The other arguments are
     `predict_memory`'s.
 
-    No strict bound: Winograd's algorithm needs fewer multiplications than are counted, a tensor that stays in the L2
-    cache is not read from memory. And a real step launches a kernel for each op, a few microseconds each on the CPU.
+    No strict bound: Winograd's algorithm needs fewer multiplications than are counted. `on_gpu` adds a cache and the
+    time of launches, `fused` is what a compiler could make of the ops.
 
     Raises ValueError for an unknown GPU, precision or optimizer, and for a precision that the GPU has no units for.
 
@@ -485,22 +596,9 @@ def roofline(build_model, input_shape, precision, gpu, optimizer="sgd_momentum")
     >>> roofline(lambda: torch.nn.Linear(4096, 4096), (64, 4096), "fp16", "V100").bound
     'memory'
     """
-    if gpu not in GPUS.index:
-        raise ValueError(f"unknown GPU {gpu!r}; footprint.GPUS has {', '.join(GPUS.index)}")
-    peaks = GPUS.loc[gpu]
-    if math.isnan(peaks.get(precision.removeprefix("pure_"), 0)):
-        raise ValueError(f"the {gpu} has no arithmetic units for {precision}")
-    seen = _record(build_model(), input_shape, precision, optimizer, "cuda")
-    wide = peaks.tf32 if precision == "tf32" else peaks.fp32
-    rates = {"float32": wide, "float16": peaks.fp16, "bfloat16": peaks.bf16}
-    ops = pd.DataFrame(seen.rows)
-    ops = ops[ops.bytes > 0].reset_index(drop=True)
-    rate = ops.dtype.map(rates).fillna(wide).mask(ops.depthwise, peaks.fp32)
-    arithmetic = ops.flops / rate / 1e12
-    traffic = ops.bytes / peaks.bandwidth / 1e9
-    ops["intensity"] = ops.flops / ops.bytes
-    ops["seconds"] = np.maximum(arithmetic, traffic)
-    ops["bound"] = np.where(arithmetic > traffic, "compute", "memory")
+    _check(gpu, precision)
+    ops = pd.DataFrame(_record(build_model, input_shape, precision, optimizer).rows)
+    ops = on_gpu(ops[ops.bytes > 0].reset_index(drop=True), gpu, precision)
     seconds = float(ops.seconds.sum())
     return TimeEstimate(
         flops=int(ops.flops.sum()),
@@ -510,3 +608,91 @@ def roofline(build_model, input_shape, precision, gpu, optimizer="sgd_momentum")
         bound=ops.groupby("bound").seconds.sum().idxmax(),
         ops=ops,
     )
+
+
+def _check(gpu, precision):
+    if gpu not in GPUS.index:
+        raise ValueError(f"unknown GPU {gpu!r}; footprint.GPUS has {', '.join(GPUS.index)}")
+    if math.isnan(GPUS.loc[gpu].get(precision.removeprefix("pure_"), 0)):
+        raise ValueError(f"the {gpu} has no arithmetic units for {precision}")
+
+
+def on_gpu(ops, gpu, precision, launch=0.0, cache=False):
+    """The ops of a TimeEstimate on another of `GPUS`: with new `seconds`, `bound` and `idle`.
+
+    launch: seconds that the CPU needs to ask for an op. It asks for one after the other, and the GPU takes them in that
+        order: where it has nothing to do yet, it is `idle` before an op (seconds; 0 without launches).
+    cache: whether a tensor that an op reads may still lie in the GPU's L2 cache, which keeps whole tensors, those that
+        were touched last. What is written goes to memory all the same.
+
+    Raises ValueError for an unknown GPU, and for a precision that it has no units for.
+
+    Examples
+    --------
+    >>> ops = roofline(lambda: torch.nn.Linear(4096, 4096), (64, 4096), "fp16", "V100").ops
+    >>> seconds = [on_gpu(ops, gpu, "fp16").seconds.sum() for gpu in ("V100", "H100")]
+    >>> f"{seconds[0] / seconds[1]:.1f} times the time, as {GPUS.bandwidth.H100 / GPUS.bandwidth.V100:.1f} times slower"
+    '3.7 times the time, as 3.7 times slower'
+    """
+    _check(gpu, precision)
+    peaks = GPUS.loc[gpu]
+    wide = peaks.tf32 if precision == "tf32" else peaks.fp32
+    rates = {"float32": wide, "float16": peaks.fp16, "bfloat16": peaks.bf16}
+    rate = ops.dtype.map(rates).fillna(wide).mask(ops.depthwise, peaks.fp32)
+    moved = _not_cached(ops, peaks.cache * 2**20) if cache else ops.bytes
+    arithmetic, traffic = ops.flops / rate / 1e12, moved / peaks.bandwidth / 1e9
+    ops = ops.assign(intensity=ops.flops / ops.bytes, seconds=np.maximum(arithmetic, traffic))
+    ops["bound"] = np.where(arithmetic > traffic, "compute", "memory")
+    done = asked = 0.0
+    idle = []
+    for seconds in ops.seconds:
+        asked += launch
+        idle.append(max(0.0, asked - done))
+        done = max(done, asked) + seconds
+    return ops.assign(idle=idle)
+
+
+def _not_cached(ops, room):
+    """The bytes that each op moves to and from memory, with a cache of so many bytes that keeps what was touched."""
+    kept, used, moved = OrderedDict(), 0, []
+    for reads, writes in zip(ops.reads, ops.writes):
+        missed = sum(size for number, size in reads.items() if number not in kept)
+        moved.append(missed + sum(writes.values()))
+        for number, size in (reads | writes).items():
+            used += size - kept.pop(number, 0)
+            kept[number] = size
+        while used > room:
+            used -= kept.popitem(last=False)[1]
+    return np.array(moved)
+
+
+def fused(ops):
+    """The ops of a TimeEstimate as the best of compilers could run them: of those between two that have FLOPs it makes
+    one, which reads each tensor once, and writes what a later one needs. So it does with the optimizer's.
+
+    A real compiler is not as good: a batch norm must read its input twice, and different shapes do not merge.
+
+    Examples
+    --------
+    >>> layers = [torch.nn.Linear(64, 64, bias=False), torch.nn.ReLU(), torch.nn.Tanh()]
+    >>> ops = roofline(lambda: torch.nn.Sequential(*layers), (64, 64), "fp32", "A100").ops
+    >>> fused(ops.query("phase == 'forward'")).op.tolist()
+    ['mm', 'relu']
+    """
+    product = ops.flops > 0
+    group = (product | product.shift(fill_value=True) | (ops.phase != ops.phase.shift())).cumsum()
+    last = {number: at for at, reads, writes in zip(group, ops.reads, ops.writes) for number in (*reads, *writes)}
+    there, rows = set(), []
+    for at, some in ops.groupby(group, sort=False):
+        reads, writes = {}, {}
+        for op in some.itertuples():
+            for number in op.reads.keys() - writes.keys():
+                reads[number] = max(op.reads[number], reads.get(number, 0))
+            writes |= op.writes
+        there |= reads.keys()
+        writes = {number: size for number, size in writes.items() if number in there or last[number] > at}
+        there |= writes.keys()
+        row = some.iloc[0][["phase", "op", "depthwise", "dtype", "flops"]].to_dict()
+        rows.append(row | {"bytes": sum(reads.values()) + sum(writes.values()), "reads": reads, "writes": writes})
+    fewer = pd.DataFrame(rows)
+    return fewer[fewer.bytes > 0].reset_index(drop=True)

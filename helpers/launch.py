@@ -41,7 +41,7 @@ def torchrun(script, *arguments, processes=2, options=("--standalone",), timeout
 
     Examples
     --------
-    >>> torchrun("train.py", processes=2).outputs  # doctest: +SKIP
+    >>> torchrun("train.py", processes=2).printed  # doctest: +SKIP
     """
     if not Path(script).is_file():
         raise FileNotFoundError(f"no script {script}; run the cell that writes it first")

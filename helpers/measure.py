@@ -208,6 +208,22 @@ def summary(times, images, baseline):
     return pd.DataFrame.from_dict(rows, orient="index")
 
 
+def spans(events, phases):
+    """What a profiler saw, as rows for `explore.timeline`: a loop's parts, that `record_function` named as in `phases`,
+    the ops in them (outermost only) and a GPU's kernels; each with the phase and the step in which it began."""
+    rows = []
+    for event in events:
+        part = "loop" if event.name in phases else "ops" if event.name.startswith("aten::") else None
+        if event.device_type != torch.autograd.DeviceType.CPU:
+            part = None if event.is_user_annotation else "kernels"
+        elif part == "ops" and event.cpu_parent and event.cpu_parent.name.startswith("aten::"):
+            part = None
+        rows.append((part, event.name, event.time_range.start / 1000, event.time_range.end / 1000))
+    rows = pd.DataFrame(rows, columns=["part", "name", "start", "end"]).dropna().sort_values("start")
+    loop = rows[rows.part == "loop"].assign(phase=rows.name, step=lambda each: each.groupby("name").cumcount())
+    return pd.merge_asof(rows, loop[["start", "phase", "step"]], on="start").dropna().astype({"step": int})
+
+
 def kept_for_backward(model, forward):
     """Bytes that `forward()` keeps for the backward pass, as a dict by dtype name; `model`'s own weights not counted.
 

@@ -28,6 +28,7 @@ COLORS = {
     "fp4": "#9a7b4f",
     # kinds of memory
     "activations": "#4f9d9a",
+    "autocast's copies": "#5a6fb0",
     "weights": "#8a8d99",
     "gradients": "#b077b5",
     "optimizer": "#c0962f",
@@ -119,6 +120,9 @@ def _mark_powers(axes):
             low, high = np.log(axis.get_view_interval()) / np.log(base)
             step = next(step for step in (1, 2, 4, 8, 16, 32, 64) if (high - low) / step <= 9)
             ticks = base ** (step * np.arange(np.ceil(low / step), np.floor(high / step) + 1))
+            if len(ticks) < 2 and base == 10:
+                ticks = np.outer(10.0 ** np.arange(np.floor(low), np.ceil(high)), [1, 2, 5]).flatten()
+                ticks = ticks[(ticks >= base**low) & (ticks <= base**high)]
             axis.set_ticks(ticks)
             if len(ticks) and ticks[0] >= 0.01 and ticks[-1] < 10_000:
                 axis.set_major_formatter("{x:g}")
@@ -141,8 +145,8 @@ def _name_ends(axes, lines):
     above = -np.inf
     for name, (x, y) in sorted(ends.items(), key=lambda end: end[1][1]):
         above = max(y, above + 0.25 / axes.figure.get_figheight())
-        at = {"xy": (1.01 if x == last else x + 0.01, above), "xycoords": "axes fraction", "va": "center"}
-        axes.annotate(name, color=color_of(name), annotation_clip=False, **at)
+        at = {"xy": (1.01, above), "va": "center"} if x == last else {"xy": (x + 0.01, above), "va": "top"}
+        axes.annotate(name, xycoords="axes fraction", color=color_of(name), annotation_clip=False, **at)
 
 
 @in_style
@@ -150,8 +154,7 @@ def bars(values, title, unit, low=None, high=None, reference=None, named="", kin
     """Horizontal bars of a Series, each labelled with its number; `low` and `high` (Series) add intervals.
 
     A bar that names a format has its colour; `kinds`, a word a bar, says otherwise what each is. `reference` draws a
-    vertical line, `named` so: 1 for instance where the values are ratios. A bar whose interval contains it has decided
-    nothing: it is light and hatched.
+    vertical line, `named` so, or as a Series a tick on each bar. An interval that contains it decided nothing: hatched.
 
     Examples
     --------
@@ -161,26 +164,28 @@ def bars(values, title, unit, low=None, high=None, reference=None, named="", kin
     colors = [color.replace(NEUTRAL, "#9a9a9a") for color in map(color_of, values.index if kinds is None else kinds)]
     hatches = [""] * len(values)
     numbers = {name: f"{value:,.3g}" for name, value in values.items()}
-    words = numbers
-    if low is not None:
-        words = {name: f"{words[name]}, from {low[name]:,.3g} to {high[name]:,.3g}" for name in words}
+    intervals = {} if low is None else {name: f", from {low[name]:,.3g} to {high[name]:,.3g}" for name in numbers}
+    words = {name: number + intervals.get(name, "") for name, number in numbers.items()}
+    ticks = reference if isinstance(reference, pd.Series) else []
     if low is not None and reference is not None:
         undecided = (low <= reference) & (reference <= high)
         colors = ["0.75" if grey else color for grey, color in zip(undecided, colors)]
         hatches = ["//" if grey else "" for grey in undecided]
-        unit += f"; hatched: the interval contains {reference:g}" if undecided.any() else ""
+        unit += f"; hatched: the interval contains {'its tick' if len(ticks) else reference}" if undecided.any() else ""
     error = None if low is None else [(values - low).clip(lower=0), (high - values).clip(lower=0)]
     look = {"color": colors, "hatch": hatches, "ecolor": "#333333", "edgecolor": "white", "linewidth": 0}
     drawn = axes.barh(values.index, values, xerr=error, capsize=4, height=0.65, **look)
+    halo = [withStroke(linewidth=3, foreground="white")]  # seen on bars and dark pages
     for line in drawn.errorbar.lines[1] + drawn.errorbar.lines[2] if drawn.errorbar else ():
-        line.set_path_effects([withStroke(linewidth=3, foreground="white")])  # seen on bars and dark pages
+        line.set_path_effects(halo)
     ends = values if high is None else high
     if reference is not None:  # no number on the line
         ends = ends.mask((ends < reference) & (ends > reference - 0.12 * max(ends)), reference)
     for row, (value, end) in enumerate(zip(values, ends)):
         axes.annotate(f"{value:,.3g}", (end, row), xytext=(6, 0), textcoords="offset points", va="center")
-    _mark(axes, {} if reference is None else {named: reference})
-    axes.set(xlabel=textwrap.fill(unit, 56), xlim=(0, 1.15 * max(ends)))
+    _mark(axes, {} if reference is None or len(ticks) else {named: reference})
+    axes.scatter(ticks, values.index[: len(ticks)], marker="|", s=700, color="#333333", zorder=3, path_effects=halo)
+    axes.set(xlabel=textwrap.fill(unit, 56), xlim=(0, 1.15 * max([*ends, *ticks])))
     axes.invert_yaxis()
     _show(axes.figure, f"Bar chart: {title}. {unit}", words, numbers)  # the middle of an interval is steadier
 

@@ -27,8 +27,10 @@ CARDS = {  # compute capability, memory in bytes
     "H200": ((9, 0), 141 * 2**30),
     "B200": ((10, 0), 180 * 2**30),
 }
-# What cannot hold under this pretence, by words in a notebook's cell.
-CANNOT = {"backward_pass_autocast=mode": "a compiled function would have other dtypes in its backward"}
+# What cannot hold under this pretence: words in a notebook's cell, the first capability on which it compiles, and why.
+CANNOT = [
+    ("emulate_precision_casts=emulate", (8, 0), "a compiled function would round once"),
+]
 VARIABLE = "HALF_THE_BITS_PRETEND"
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -242,6 +244,7 @@ class Card:
         torch.cuda.memory.empty_cache = emptied
         accelerator = {"current_accelerator": lambda check_available=False: torch.device("cuda")}
         accelerator |= {"empty_cache": emptied, "current_device_index": lambda: 0, "set_device_index": self.is_cuda}
+        accelerator |= {"device_index": lambda index: nullcontext()}
         vars(torch.accelerator).update(both | accelerator)
         torch.Event = _Event
 
@@ -261,6 +264,13 @@ class Card:
         from_numpy, fork_rng = torch.from_numpy, torch.random.fork_rng
         torch.from_numpy = lambda array: self.put(from_numpy(array), "cpu")
         torch.random.fork_rng = lambda *args, **kwargs: fork_rng(devices=[])
+        load = torch.load
+
+        def loaded(file, map_location=None, **options):
+            on_gpu = isinstance(map_location, str | torch.device) and torch.device(map_location).type == "cuda"
+            return self.put(load(file, "cpu", **options), "cuda") if on_gpu else load(file, map_location, **options)
+
+        torch.load = loaded
         torch._subclasses.fake_tensor.init_gpu_context = lambda device: None
         torch._subclasses.fake_tensor.FakeTensorMode.avoid_device_init = property(lambda mode: True)
 

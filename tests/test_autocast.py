@@ -256,6 +256,14 @@ def test_rnn_without_the_device_runs_without_cudnn():
     assert "weight float32 -> float16" in casts_of(table)
 
 
+def test_attention_without_the_device_is_the_kernel_of_cuda():
+    """Among 16-bit numbers, with what autocast casts in front; without a choice torch would take apart what it does."""
+    table = trace_casts(lambda q: F.scaled_dot_product_attention(q, q, q), torch.randn(1, 2, 8, 4), fake=True)
+    (row,) = table.itertuples()
+    assert row.op == "aten::_scaled_dot_product_flash_attention" and row.output.startswith("float16, ")
+    assert casts_of(table) == {"activation float32 -> float16": 3}
+
+
 def test_casts_asked_for_are_ops_of_their_own():
     for cast in (lambda x: x.long(), lambda x: x.half(), lambda x: x.to(torch.float16), lambda x: x.bool()):
         table = trace_casts(cast, torch.ones(2))
@@ -288,6 +296,13 @@ def test_what_cannot_be_traced_is_refused_in_words():
             trace_casts(layer, torch.ones(1, 2), dtype=dtype)
     with pytest.raises(ValueError, match=r"^fn asks for values, as \.item"):
         trace_casts(lambda x: x * x.sum().item(), torch.ones(1, 2), fake=True)
+
+    class Gate(torch.nn.Module):
+        def forward(self, x):
+            return x if x.sum() > 0 else -x
+
+    with pytest.raises(ValueError, match=r"^Gate asks for values, as .*an if"):
+        trace_casts(Gate(), torch.ones(1, 2), fake=True)
     for device_type, fake in [("cuda", True), ("cpu", False)]:
         with pytest.raises(ValueError, match=r"^fn runs backward itself"):
             backward = lambda layer, x: layer(x).sum().backward()

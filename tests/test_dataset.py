@@ -3,6 +3,7 @@ import struct
 from pathlib import Path
 
 import cv2
+import nbformat
 import numpy as np
 import pandas as pd
 import pytest
@@ -278,15 +279,19 @@ def test_digits_in_the_repository_are_those_that_the_function_writes(tmp_path):
         assert np.abs(ours.astype(int) - theirs).max() <= 4  # JPEG libraries may differ in the last bits
 
 
-def test_pets_from_a_tiny_set_laid_out_the_same_way(tmp_path, capsys):
-    base = tmp_path / "oxford-iiit-pet"
+def lay_out_pets(base, lines):
     for folder in ("images", "annotations/trimaps"):
         (base / folder).mkdir(parents=True)
-    lines = {"trainval": ["Abyssinian_1 1 1 1", "beagle_2 5 2 1"], "test": ["beagle_3 5 2 1", "Bengal_4 6 1 2"]}
     for split, rows in lines.items():
         (base / f"annotations/{split}.txt").write_text("\n".join(rows) + "\n")
         for row in rows:
             Image.fromarray(RED).save(base / "images" / f"{row.split()[0]}.jpg")
+
+
+def test_pets_from_a_tiny_set_laid_out_the_same_way(tmp_path, capsys):
+    base = tmp_path / "oxford-iiit-pet"
+    lines = {"trainval": ["Abyssinian_1 1 1 1", "beagle_2 5 2 1"], "test": ["beagle_3 5 2 1", "Bengal_4 6 1 2"]}
+    lay_out_pets(base, lines)
     (base / "images/Bengal_4.jpg").write_bytes(b"GIF87a")
     train, held_out = load_pair(*write_pets(tmp_path, download=False))
     assert train.image.tolist() == ["Abyssinian_1.jpg", "beagle_2.jpg"] and train.label.tolist() == [0, 1]
@@ -296,18 +301,17 @@ def test_pets_from_a_tiny_set_laid_out_the_same_way(tmp_path, capsys):
         write_pets(tmp_path / "nowhere", download=False)
 
 
-def test_a_crop_is_a_random_window_of_the_image(tmp_path):
-    ramp = np.arange(100, dtype=np.uint8)[:, None].repeat(100, 1)
-    Image.fromarray(ramp).save(tmp_path / "ramp.png")
-    table = load_table(write_csv(tmp_path, ["ramp.png,.,1"]))
-    whole, cut = ImageDataset(table, (100, 100)), ImageDataset(table, (50, 50), crop=0.5)
-    state = torch.get_rng_state()
-    assert (whole[0][0] * 255).round().flatten().unique().numel() == 100
-    assert torch.equal(torch.get_rng_state(), state), "no random number is drawn where nothing is cropped"
-    tops = [int((cut[0][0][0, 0, 0] * 255).round()) for _ in range(200)]
-    assert min(tops) < 5 and max(tops) in range(46, 51), "the windows reach both ends and leave neither"
-    rows = (cut[0][0][0, :, 0] * 255).round()
-    assert (rows.diff() == 1).all(), "a window of half the size, not the whole, shrunk"
+def test_pets_take_the_digits_place_by_one_setting_of_07(tmp_path):
+    rows = [f"{breed}_{i} 1 {species} 1" for i in range(20) for breed, species in (("Bengal", 1), ("beagle", 2))]
+    lay_out_pets(tmp_path / "oxford-iiit-pet", {"trainval": rows[:32], "test": rows[32:]})  # so nothing is downloaded
+    notebook = nbformat.read(DATA.parent / "notebooks" / "07_fp32_vs_amp_experiment.ipynb", as_version=4)
+    sources = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+    names = {}
+    for part in ("TRAIN_CSV = DATA", "manifest = hardware.manifest", "load_pair(TRAIN_CSV"):
+        (source,) = [source for source in sources if part in source]
+        exec(source.replace("PETS = None", f"PETS = {str(tmp_path)!r}"), names)
+    assert len(names["train_set"]) == 32 and len(names["test_set"]) == 8
+    assert names["train_table"].label.value_counts().to_dict() == {0: 16, 1: 16}
 
 
 def test_made_photographs_are_as_large_as_real_ones(tmp_path):
@@ -317,13 +321,4 @@ def test_made_photographs_are_as_large_as_real_ones(tmp_path):
         assert read_image(file).shape == (1224, 1632, 3)
         assert 3e5 < Path(file).stat().st_size < 8e5
     first, second = (read_image(file).astype(int) for file in table.file[:2])
-    assert abs(first - second).mean() > 5, "each has a scene of its own"
-
-
-def test_random_windows_reach_all_edges_and_no_further(tmp_path):
-    pixels = np.arange(16, dtype=np.uint8).reshape(4, 4) * 16
-    cv2.imwrite(str(tmp_path / "a.png"), pixels)
-    dataset = ImageDataset(load_table(write_csv(tmp_path, ["a.png,.,0"])), (2, 2), crop=0.5)
-    torch.manual_seed(0)
-    corners = {int(dataset.resized(0)[0, 0, 0]) // 16 for _ in range(200)}
-    assert corners == {0, 1, 2, 4, 5, 6, 8, 9, 10}, "nine places for a window of half the size"
+    assert abs(first - second).mean() > 5, "each shows something of its own"

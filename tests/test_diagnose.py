@@ -1,77 +1,950 @@
-"""What `diagnose` says of sick and healthy steps."""
+"""What `audit` says of a model before it trains, what `watch` sees while it does, and what both leave alone."""
 
+import copy
 import math
+import re
+import subprocess
+import sys
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
 
+import matplotlib.pyplot as plt
+import nbformat
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
-from helpers.diagnose import diagnose
+from helpers import diagnose
+from helpers.diagnose import NonFinite, audit, bisect, replay, watch
+from helpers.launch import torchrun
+
+ROOT = Path(__file__).resolve().parent.parent
+FP16, BF16 = torch.float16, torch.bfloat16
 
 
-def stepper(factor, mixed=True):
-    """A model, its scaler, and a step on inputs of the size `factor`."""
+def network(*more):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(), nn.Linear(4, 1)))
-    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1e-3), torch.amp.GradScaler("cpu")
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8), *more)
 
-    def step():
+
+def large(factor=1e4, *more):
+    model = network(*more)
+    with torch.no_grad():
+        model[2].weight.mul_(factor)
+    return model
+
+
+def sgd(model, **options):
+    return torch.optim.SGD(model.parameters(), **{"lr": 0.1} | options)
+
+
+def scaler(**options):
+    return torch.amp.GradScaler("cpu", **options)
+
+
+def squares(output):
+    return output.float().square().mean()
+
+
+def train(model, optimizer, mine=None, factors=(1.0,), dtype=None, loss=squares):
+    """A step for each of `factors`, by which the batch is multiplied."""
+    mine = mine or scaler(enabled=False)
+    torch.manual_seed(1)
+    for factor in factors:
         optimizer.zero_grad()
-        with torch.autocast("cpu", torch.float16, enabled=mixed):
-            loss = model(torch.full((8, 4), factor)).float().mean() / 8
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-
-    return model, step, scaler
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
+            made = loss(model(factor * torch.rand(4, 8)))
+        mine.scale(made).backward()
+        mine.step(optimizer)
+        mine.update()
 
 
-def test_healthy_step_is_told_healthy_and_leaves_no_hook(capsys):
-    model, step, scaler = stepper(1.0)
-    table = diagnose(model, step, scaler, steps=1)
-    said = capsys.readouterr().out
-    assert said == "step 1: all finite; scale 65,536 -> 65,536\ndtypes of outputs: float16\n"
-    assert table["finite"].all() and list(table["where"][:3]) == ["0", "1.0", "1.1"]
-    assert set(table["what"]) == {"output of", "gradient at output of", "gradient of"}
+def found(report, words, severity=None):
+    rows = report.findings[report.findings.what.str.contains(words, regex=False)]
+    assert len(rows) == 1, f"{words!r} is not found once in:\n{report}"
+    assert severity is None or rows.iloc[0].severity == severity, rows
+    return rows.iloc[0]
+
+
+def worst(report):
+    return set(report.findings.severity) - {"note"}
+
+
+# audit
+
+
+def says(model, words, severity=None, optimizer=None, scaler=None):
+    return found(audit(model, optimizer, scaler), words, severity)
+
+
+def test_a_sound_run_is_blamed_for_nothing():
+    model = network()
+    report = audit(model, sgd(model), scaler())
+    assert not worst(report), report
+    assert str(report).startswith("Verdict: nothing wrong was found.") and len(str(report).splitlines()) <= 3
+    assert found(report, "weights: 280 float32").severity == "note"
+
+
+def with_masters(model):
+    return torch.optim.SGD([weight.detach().float() for weight in model.parameters()], lr=0.1)
+
+
+def with_kept(model):
+    optimizer = sgd(model)
+    for weight in model.parameters():
+        optimizer.state[weight]["master_param"] = weight.detach().float()
+    return optimizer
+
+
+def with_luck(model):
+    optimizer = sgd(model)
+    optimizer.bf16_stochastic_round = True
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    "make, words, severity",
+    [
+        (sgd, "without FP32 masters", "likely"),
+        (with_masters, "FP32 masters in the optimizer", "note"),
+        (with_kept, "keeps FP32 copies", "note"),
+        (with_luck, "rounded stochastically", "note"),
+    ],
+)
+def test_trained_16_bits_and_their_masters(make, words, severity):
+    model = network().bfloat16()
+    report = audit(model, make(model))
+    assert found(report, words, severity) is not None
+    assert worst(report) == ({"likely"} if severity == "likely" else set())
+
+
+def test_a_scaler_over_fp16_weights_is_an_error_and_really_raises():
+    model = network().half()
+    row = says(model, "GradScaler over trained fp16 weights", "certain", sgd(model), scaler())
+    assert row["case"] == "Fine-tuning in fp16"
+    with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
+        train(model, sgd(model), scaler(), dtype=FP16)
+    says(model, "GradScaler over trained fp16 weights", "likely", sgd(model, fused=True), scaler())
+
+
+def test_adapters_that_are_frozen():
+    model = nn.ModuleDict({"base": nn.Linear(8, 8).bfloat16(), "lora_a": nn.Linear(8, 8)})
+    model["base"].requires_grad_(False)
+    assert says(model, "frozen 72 bfloat16; trained 72 float32", "note")["where"] == "base"
+    assert "adapters" not in str(audit(model))
+    model.requires_grad_(False)
+    assert says(model, "adapters that are frozen", "likely")["where"] == "lora_a"
+
+
+class Dynamic:
+    """A loss scaler as DeepSpeed's."""
+
+    cur_scale = min_scale = 1
+
+
+@pytest.mark.parametrize(
+    "mine, words, severity",
+    [
+        (scaler(enabled=False), "the GradScaler is disabled", "note"),
+        (scaler(init_scale=0.5), "below 1: 0.5", "likely"),
+        (scaler(init_scale=0.0), "the scale is 0", "certain"),
+        (scaler(), "GradScaler over bf16", "likely"),
+        (Dynamic(), "at its minimum: 1", "likely"),
+        (scaler(init_scale=math.inf), "the scale is inf", "certain"),
+    ],
+)
+def test_scales(mine, words, severity):
+    says(network().bfloat16(), words, severity, scaler=mine)
+
+
+class Positions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.words = nn.LayerNorm(8, eps=1e-8), nn.Embedding(8, 8)
+        self.register_buffer("inv_freq", torch.rand(4))
+        self.batch = nn.BatchNorm1d(8)
+
+
+def test_modules_in_16_bits():
+    report = audit(Positions().half())
+    assert "norm.eps = 1e-08" in found(report, "an eps that is 0 in fp16", "likely")["where"]
+    found(report, "positions in 16 bits", "likely")
+    found(report, "running statistics in 16 bits", "likely")
+
+
+def test_old_and_new_switches_of_tf32():
+    # In a process of its own: the mixture cannot be taken back.
+    lines = "torch.backends.cuda.matmul.allow_tf32 = True; torch.backends.cuda.matmul.fp32_precision = 'ieee'"
+    command = f"import torch; from helpers.diagnose import audit; {lines}; print(audit(torch.nn.Linear(8, 8)))"
+    said = subprocess.run([sys.executable, "-c", command], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert said.startswith("Verdict, likely: old and new TF32 switches are mixed")
+    says(network(), "TF32: products", "note")
+
+
+def test_units_sizes_regions_and_compiled_modules(monkeypatch):
+    monkeypatch.setattr(diagnose, "_native", lambda device: {FP16: True, BF16: False})
+    assert "units" not in str(audit(network()))  # bf16 is not used
+    says(network().bfloat16(), "no bfloat16 units", "note")
+    assert "0.weight (10, 7)" in says(nn.Sequential(nn.Linear(7, 10)), "not multiples of 8", "note").what
+    with torch.autocast("cpu"):
+        assert says(network(), "autocast is on", "likely")["case"] == "The loss that stands still"
+    says(torch.compile(network(), backend="eager"), "compiled", "note")
+
+
+def test_numbers():
+    model = network(nn.BatchNorm1d(8))
+    with torch.no_grad():
+        model[0].weight[0], model[2].weight[0] = 7e4, 5e4
+        model[3].running_var[0], model[3].bias[0] = math.inf, math.nan
+    model.register_buffer("mask", torch.full((2,), -math.inf))
+    report = audit(model, None, scaler())
+    assert found(report, "weights that are not finite", "certain")["where"] == "3.bias"
+    assert "0.weight" in found(report, "weights above 65504", "likely")["where"]
+    assert found(report, "buffers that are not finite", "certain")["where"] == "3.running_var"
+    assert "65504" not in str(audit(model))  # nothing says that fp16 is used
+    for weight in model.parameters():
+        weight.grad = torch.zeros_like(weight)
+    model[0].bias.grad.fill_(math.inf)
+    assert "gradients" not in str(audit(model, scaler=scaler()).findings.query("severity != 'note'"))
+    optimizer = sgd(model, momentum=0.9)
+    optimizer.step()
+    report = audit(model, optimizer)
+    found(report, "gradients that are not finite", "certain")
+    found(report, "states of the optimizer that are not finite", "certain")
+
+
+def test_what_the_optimizer_holds():
+    model = network()
+    says(model, "holds none of the model's weights", "certain", sgd(network()))
+    assert says(model, "that the optimizer lacks", "likely", sgd(model[0]))["where"] == "2"
+    says(model, "a learning rate of 0", "note", sgd(model, lr=0.0))
+    assert "lacks" not in str(audit(model, [sgd(model[0]), sgd(model[2])]))
+
+
+def test_adam_in_16_bits_and_decay_that_is_lost():
+    model = network().half()
+    row = says(model, "Adam's eps = 1e-08 is 0", "certain", torch.optim.Adam(model.parameters()))
+    assert row["case"] == "Adam in fp16"
+    optimizer = torch.optim.Adam(model.parameters(), eps=1e-4)
+    assert "eps" not in str(audit(model, optimizer))
+    (1e-5 * model(torch.rand(2, 8).half())).sum().backward()
+    optimizer.step()
+    says(model, "Adam's second moment in fp16 is 0", "certain", optimizer)
+    model = network().bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.rand(2, 8).bfloat16()).sum().backward()
+    optimizer.step()
+    says(model, "AdamW's second moment in bf16", "likely", optimizer)
+    assert "weight decay (lr * weight_decay = 1e-05)" in says(model, "FP32 masters", "likely", optimizer).cost
+
+
+def test_each_case_is_a_heading_of_the_clinic():
+    notebook = nbformat.read(ROOT / "notebooks" / "14_troubleshooting_clinic.ipynb", as_version=4)
+    headings = {line.lstrip("# ") for cell in notebook.cells for line in cell.source.splitlines() if line[:3] == "###"}
+    source = (ROOT / "helpers" / "diagnose.py").read_text(encoding="utf-8")
+    named = set(re.findall(r'"((?:A|Adam|An|Clipped|Fine|Finite|No|Skipped|The|Vectors) [\w -]+)"', source))
+    assert len(named) > 12 and named <= headings, named - headings
+
+
+# watch: numbers that are not finite
+
+
+def stopped(model, optimizer=None, *arguments, every=100, save=None, **options):
+    """What is raised, and by whom."""
+    optimizer = optimizer or sgd(model)
+    with pytest.raises(NonFinite) as raised, watch(model, optimizer, *arguments[:1], every=every, save=save) as seen:
+        train(model, optimizer, *arguments, **options)
+    assert torch.autograd.backward.__module__ == "torch.autograd"
+    assert torch.amp.GradScaler.scale.__closure__ is None
+    return raised.value, seen
+
+
+def test_a_healthy_run_is_left_as_it_is():
+    plain, model = network(nn.Dropout()), network(nn.Dropout())
+    train(plain, sgd(plain, momentum=0.9), scaler(), [1.0] * 6, FP16)
+    optimizer, mine = sgd(model, momentum=0.9), scaler()
+    with watch(model, optimizer, mine, every=2) as seen:
+        train(model, optimizer, mine, [1.0] * 6, FP16)
+    assert all(map(torch.equal, plain.parameters(), model.parameters()))
+    assert (seen.passes, seen.steps, seen.skipped) == (6, 6, 0)
+    assert str(seen).splitlines() == [
+        "Verdict: nothing wrong was found.",
+        "Seen: 6 passes, 6 optimizer steps, 0 falls of the scale, now 65,536.",
+    ]
+    assert not worst(seen.report), seen
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert seen.history()["pass"].tolist() == [1, 3, 5]
+    assert list(seen.table().index) == ["0", "1", "2", "3"] and set(seen.table().dtype) == {"float16"}
 
 
-def test_first_overflow_and_skipped_step_are_named(capsys):
-    model, step, scaler = stepper(1e5)
-    table = diagnose(model, step, scaler, steps=2)
-    first, second, _ = capsys.readouterr().out.splitlines()
-    assert first.startswith("step 1: output of 0 (float16) is the first that is not finite; scale 65,536 -> 32,768")
-    assert second.endswith("32,768 -> 16,384, step skipped") and not table["finite"].all()
+def test_an_overflow_of_forward_names_module_and_op(tmp_path):
+    error, seen = stopped(large(), None, scaler(), [0.0, 1e3], FP16, save=tmp_path / "bad.pt")
+    assert error.origin[:2] == ("forward", "2") and "mm" in error.origin.op and error.case == "The convolution"
+    assert str(error).startswith("pass 2, after 0 optimizer steps: in the forward, in 2: ")  # pass 1 was skipped
+    assert "made inf (float16)" in str(error) and "in float32 it is finite, up to " in str(error)
+    assert replay(error.path, network()) == error.origin
+    with pytest.raises(ValueError, match="other weights"):
+        replay(error.path, nn.Linear(8, 8))
+    assert seen.findings.severity[0] == "certain"
 
 
-def test_dtypes_and_sizes_are_those_of_float32(capsys):
-    model, step, _ = stepper(2.0, mixed=False)
-    table = diagnose(model, step, steps=1)
-    assert capsys.readouterr().out == "step 1: all finite\ndtypes of outputs: float32\n"
-    assert set(table["dtype"]) == {"float32"}
-    expected = model[0](torch.full((1, 4), 2.0)).abs().max().item()
-    assert math.isclose(table["largest"][0], expected, rel_tol=0.1)
+def test_bad_inputs_and_weights_are_not_blamed_on_a_module():
+    assert stopped(network(), factors=[math.nan])[0].origin.phase == "input"
+    model = network()
+    model[2].bias.data[0] = math.inf
+    error, _ = stopped(model)
+    assert error.origin[:2] == ("weights", "2") and "before the first step" in str(error)
+    model = network(nn.BatchNorm1d(8))  # its statistics are made by the bad pass, not before it
+    error, _ = stopped(model, factors=[1.0, math.inf])
+    assert error.origin.phase == "input" and "Not finite since: 3.running_mean" in str(error)
 
 
-def test_an_error_of_the_step_comes_after_what_was_seen(capsys):
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(3, 1))
-    with pytest.raises(RuntimeError, match="shapes"):
-        diagnose(model, lambda: model(torch.full((2, 4), math.inf)), steps=1)
-    assert "output of 0 (float32) is the first that is not finite" in capsys.readouterr().out
-    assert not model[0]._forward_hooks
+def test_an_optimizer_that_spoils_the_weights_is_named():
+    model = network().half()
+    optimizer = torch.optim.Adam(model.parameters())
+    with pytest.raises(NonFinite) as raised, watch(model, optimizer, save=None) as seen:
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.rand(4, 8).half()).float().mean().backward()
+            optimizer.step()
+    assert raised.value.origin.phase == "weights"
+    assert "the gradients before it were finite" in str(raised.value)
+    found(seen, "Adam's eps = 1e-08 is 0", "certain")
 
 
-def test_a_loss_that_is_not_finite_is_told(capsys):
+def half_a_square(output):
+    wide = 1e3 * output.half()
+    return (wide * wide).mean()
+
+
+def all_ignored(output):
+    return F.cross_entropy(output, torch.full((4,), -100))
+
+
+@pytest.mark.parametrize(
+    "loss, op, words",
+    [
+        (half_a_square, "mul", "in float32 it is finite"),
+        (all_ignored, "nllloss", "all are ignored"),
+        (lambda output: output.sum() / (output > 1e9).sum(), "div", "a count is 0"),
+        (lambda output: (0 * output.half()).log().mean(), "log", "its operand is 0 at 32 of 32 places"),
+        (lambda output: (-output.abs()).log().mean(), "log", "is negative at 32 of 32 places"),
+        (lambda output: F.mse_loss(output, torch.full_like(output, math.nan)), "mseloss", "in the target of the loss"),
+        (lambda output: (output * math.nan).sum(), "mul", "in the loss"),
+        (
+            lambda output: (0 * output.half() + 1).expand(70000, 4, 8).sum(0).log().sum(),
+            "sum",
+            "made inf (float16) of 70,000",
+        ),
+        (lambda output: (1e5 * output.abs()).exp().mean(), "exp", "exp made inf (float32)"),
+    ],
+)
+def test_a_bad_loss_names_its_op(loss, op, words):
+    error, _ = stopped(network(), loss=loss)
+    assert error.origin.phase in ("loss", "input") and op in error.origin.op and words in str(error), error
+
+
+class Root(nn.Module):
+    """Its derivative at 0 is infinite, and 0 times infinity NaN."""
+
+    def forward(self, x):
+        return (0 * x).sqrt()
+
+
+def test_a_bad_backward_names_module_and_op_or_the_loss():
+    error, _ = stopped(network(Root()))
+    assert error.origin[:2] == ("backward", "3") and "made " in str(error)
+    error, _ = stopped(network(), loss=lambda output: (0 * output).sqrt().sum())
+    assert error.origin[:3] == ("backward", "", "sqrt") and "its result is 0 at 32 of 32 places" in str(error)
+
+
+@pytest.mark.parametrize("dtype", [None, BF16])
+def test_divergence_is_told_from_an_overflow(dtype):
+    model = network()
+    error, seen = stopped(model, sgd(model, lr=50.0), None, [1.0] * 60, dtype)
+    assert error.origin.phase == "divergence" and "; at the end of that, in the " in str(error)
+    assert "likely" in seen.report.verdict and "the learning rate is 50" in seen.report.verdict
+
+
+def test_an_overflow_at_the_end_of_a_rising_rate_is_not_certain():
+    model, factor = network(nn.Tanh(), nn.Linear(8, 8)), [1.0]
+    optimizer = sgd(model, lr=0.01)
+    with pytest.raises(NonFinite) as raised, watch(model, optimizer, save=None) as seen:
+        for _ in range(400):
+            train(model, optimizer, None, factor, FP16)
+            optimizer.param_groups[0]["lr"] *= 1.1
+    assert "made inf (float16)" in str(raised.value) and "the learning rate rose" in str(raised.value)
+    assert worst(seen.report) == {"likely"}
+
+
+def test_a_scale_of_0_is_told_as_what_it_is():
+    model, mine = network(), scaler(init_scale=0.0)
+    with watch(model, sgd(model), mine, every=1, save=None):
+        train(model, sgd(model), mine, [1.0], FP16)
+    found(audit(model, None, mine), "the scale is 0", "certain")
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_an_infinity_of_either_sign_in_the_input_is_told(sign):
     model = nn.Linear(2, 1)
-    diagnose(model, lambda: model(torch.ones(1, 2)).sum() * math.inf, steps=1)
-    assert capsys.readouterr().out.startswith("step 1: returned ")
+    nn.init.constant_(model.weight, sign)
+    with pytest.raises(NonFinite, match=r"in the input: args\.0"), watch(model, save=None):
+        model(torch.tensor([[1.0, math.inf]])).sum().backward()
 
 
-def test_the_share_of_zeros_is_a_percentage():
-    model = nn.Sequential(nn.Linear(1, 4, bias=False), nn.ReLU())
+def test_skipped_steps_are_routine_until_the_scale_is_below_1():
+    model, mine = network(), scaler(init_scale=2.0**30)
+    optimizer = sgd(model)
+    with watch(model, optimizer, mine, save=None) as seen:
+        train(model, optimizer, mine, [1.0] * 25, FP16)
+    assert seen.skipped == 25 - seen.steps > 5
+    assert found(seen, "gradients overflowed").severity == "note"
+    error, seen = stopped(network(), None, scaler(), [1.0] * 40, FP16, lambda output: (0 * output.float()).sqrt().sum())
+    assert 17 <= seen.passes <= 20 and error.origin.op == "sqrt" and error.case == "The scale that only falls"
+    huge = scaler(init_scale=2.0**120)  # the loss is judged before it is scaled
+    with watch(model, optimizer, huge, save=None) as seen:
+        train(model, optimizer, huge, [1e6] * 3, BF16)
+    assert seen.problem is None
+
+
+class Saturated(nn.Module):
+    """Its product overflows fp16; what follows hides it."""
+
+    def forward(self, x):
+        return (x.half() * 6e4 * 20).float().sigmoid() * x
+
+
+def test_overflow_that_later_ops_hide():
+    model = network(Saturated())
+    with watch(model, sgd(model), save=None) as seen:
+        train(model, sgd(model), None, [1.0] * 3)
+    row = found(seen, "made inf (float16)", "likely")
+    assert "in 3" in row.what and "Later ops hide it" in row.cost
+
+
+def test_a_nan_is_traced_to_the_overflow_that_usual_passes_have_too():
+    class Areas(nn.Module):
+        def forward(self, x):
+            squares = (x.half() * 1e3).square()
+            return x + (squares - torch.where(x.max() > 2, squares, 0)).clamp(max=1)
+
+    error, _ = stopped(network(Areas()), factors=[1.0, 1.0, 30.0])
+    assert error.origin[:2] == ("forward", "3") and "made inf (float16)" in str(error), error
+    assert "of that, sub made NaN" in str(error), error
+
+
+def test_the_cause_of_skipped_steps_is_looked_for_in_the_forward():
+    model = network(Saturated())
+    optimizer, mine = sgd(model), scaler()
+    with watch(model, optimizer, mine, save=None) as seen:
+        train(model, optimizer, mine, [1.0] * 3, None, lambda output: output.sum() + (0 * output).sqrt().sum())
+    assert "A lower scale does not help" in found(seen, "steps are skipped", "certain").cost
+
+
+def test_nan_in_evaluation_only():
+    model = network(nn.BatchNorm1d(8))
+    model[3].running_var[0] = math.nan
+    with pytest.raises(NonFinite, match="in the weights already") as raised, watch(model, save=None):
+        model(torch.rand(4, 8)).sum().backward()
+        with torch.no_grad():
+            model.eval()(torch.rand(4, 8))
+    assert raised.value.origin.module == "3"
+
+
+def test_warns_once_and_goes_on():
+    model = network()
+    with warnings.catch_warnings(record=True) as said, watch(model, save=None, warn=True) as seen:
+        warnings.simplefilter("always")
+        train(model, sgd(model), None, [1.0, math.nan, math.nan])
+    assert seen.passes == 3 and len(said) == 1 and "pass 2" in str(said[0].message)
+
+
+class Masked(nn.Module):
+    """With the number that fp16 makes -inf."""
+
+    def __init__(self, mask):
+        super().__init__()
+        self.mask = mask
+
+    def forward(self, x):
+        return x.half() + (x.abs().sum() > 1e-9) * self.mask.half() * -1e9
+
+
+def test_masks_are_no_fault_but_rows_of_nothing_else_are():
+    model = network(Masked(torch.eye(8)[:4]), nn.Softmax(1))
+    with watch(model, sgd(model), save=None) as seen:
+        train(model, sgd(model), None, [1.0] * 3, loss=lambda output: output.sum())
+    assert not worst(seen.report), seen
+    for factors in ([1.0], [0.0, 1.0]):
+        model = network(Masked(torch.ones(4, 8)), nn.Softmax(1))
+        error, _ = stopped(model, torch.optim.SGD(model.parameters(), lr=0.0), None, factors)
+        assert error.origin[:3] == ("forward", "4", "_softmax") and error.case == "The empty sentence"
+        assert "The -inf: " in str(error)
+
+
+# watch: how a model may be built and run
+
+
+@pytest.mark.parametrize("how", ["torch.compile", "module.compile", "an inner module"])
+def test_compiled_models_are_seen_from_outside_and_replayed_uncompiled(how, tmp_path):
+    torch.compiler.reset()
+    run = model = large()
+    if how == "torch.compile":
+        run = torch.compile(model, backend="eager")
+    else:
+        (model if how == "module.compile" else model[2]).compile(backend="eager")
+    run(torch.rand(4, 8))  # compiled before it is watched
+    error, seen = stopped(run, None, scaler(), [0.0, 1e3], FP16, save=tmp_path / "bad.pt")
+    assert error.origin[:2] == ("forward", "2")
+    assert "saw nothing inside of what is compiled" in str(seen)
+    assert replay(error.path, network()).module == "2"
+
+
+def test_says_what_it_did_not_see():
+    torch.compiler.reset()
+    model = network()
+    with watch(model) as seen:
+        assert "saw nothing: neither" in str(seen)
+        model(torch.rand(4, 8))
+        assert "saw nothing of backward" in str(seen)
+        network()(torch.rand(4, 8)).sum().backward()  # another model's
+    with watch(model, save=None) as seen:
+        torch.compile(model, backend="eager")(torch.rand(4, 8)).sum().backward()
+    assert seen.passes == 1 and "saw nothing of forward" in str(seen)
+    with watch(model, sgd(model)) as seen:
+        model(torch.rand(4, 8)).sum().backward()
+    assert "the optimizer took no step" in str(seen)
+
+
+@dataclass
+class Answer:
+    logits: torch.Tensor
+    others: dict
+
+
+class Nested(nn.Module):
+    """An LSTM, a checkpointed part, a sparse embedding, and nested outputs."""
+
+    def __init__(self, reentrant=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(8, 8, sparse=True)
+        self.lstm = nn.LSTM(8, 8, batch_first=True)
+        self.middle = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        hidden, (last, _) = self.lstm(self.words((x.abs() * 7).long() % 8) + x[..., None])
+        logits = checkpoint(self.middle, hidden, use_reentrant=self.reentrant)
+        return Answer(logits, {"last": (last, [hidden])})
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_nested_outputs_lstm_sparse_gradients_and_checkpointing(reentrant):
+    model = Nested(reentrant)
+    dense = [weight for name, weight in model.named_parameters() if name != "words.weight"]
+    both = [torch.optim.SGD(dense, lr=0.1), torch.optim.SGD(model.words.parameters(), lr=0.1)]
+    loss = lambda answer: answer.logits.square().mean() + answer.others["last"][1][0].mean()
+    with watch(model, both, every=1, save=None) as seen:
+        for _ in range(3):
+            loss(model(torch.rand(4, 5))).backward()
+            for one in both:
+                one.step()
+                one.zero_grad()
+    assert (seen.passes, seen.steps) == (3, 3)
+    assert {"words", "lstm", "middle.0", "middle.1"} <= set(seen.table().index)
+    assert not worst(seen.report), seen
+    with torch.no_grad():
+        model.lstm.weight_hh_l0[0] = math.nan
+    with pytest.raises(NonFinite) as raised, watch(model, both, save=None):
+        loss(model(torch.rand(4, 5))).backward()
+    assert raised.value.origin[:2] == ("weights", "lstm")
+
+
+# watch: runs that stay finite
+
+
+def after(steps=8, dtype=None, mine=None, model=None, loss=squares, every=1, **options):
+    """What a watch says of a run."""
+    model = model or network()
+    optimizer = sgd(model, **options)
+    with watch(model, optimizer, mine, every=every, save=None) as seen:
+        train(model, optimizer, mine, [1.0] * steps, dtype, loss)
+    return seen
+
+
+class Cut(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        with torch.no_grad():
+            x = self.inner(x)
+        return self.head(x)
+
+
+class Rounded(nn.Module):
+    def forward(self, x):
+        return x + 1e-9 * torch.arange(512, dtype=BF16).sum()
+
+
+class Angles(nn.Module):
+    def forward(self, x):
+        return x + torch.full((2,), 1000.0, dtype=BF16).sin().sum() * 1e-9
+
+
+class Year(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.year = nn.Linear(1, 8)
+
+    def forward(self, x):
+        return x + 1e-6 * self.year(torch.tensor([[2019.0], [2020.0], [2021.0], [2023.0]]))
+
+
+class Dead(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.last((self.first(x) - 1e3).relu())
+
+
+def growing():
+    return scaler(init_scale=2.0**30, growth_interval=1, growth_factor=16.0)
+
+
+def zeros():
+    model = network()
+    for weight in model.parameters():
+        nn.init.zeros_(weight)
+    return model
+
+
+@pytest.mark.parametrize(
+    "options, words, severity",
+    [
+        ({"dtype": BF16, "mine": scaler()}, "bf16 autocast with a GradScaler", "likely"),
+        ({"dtype": FP16}, "fp16 autocast without a GradScaler", "likely"),
+        ({"mine": scaler()}, "autocast is not on", "likely"),
+        ({"lr": 0.0}, "steps that move none of the weights", "certain"),
+        (
+            {"dtype": FP16, "model": large(0.01), "loss": lambda output: 6e-8 * output.float().sum()},
+            "gradients that underflow to 0: in the backward, in 2: ",
+            "certain",
+        ),
+        (
+            {"model": zeros(), "loss": torch.sum},
+            "weights that are 0, and whose gradient is 0 in float32 too",
+            "certain",
+        ),
+        ({"model": Cut()}, "weights that no gradient reaches", "certain"),
+        ({"model": network(Rounded())}, "512 whole numbers in a row become", "likely"),
+        ({"model": network(Angles())}, "sin of bfloat16 up to 1,000, where neighbours are 4 apart", "likely"),
+        ({"model": Dead()}, "between last and the module before it, ReLU gets no number above 0", "certain"),
+        ({"mine": growing(), "dtype": FP16, "steps": 60}, "the scale grows back as fast as it falls", "certain"),
+        ({"model": network(Year()), "dtype": BF16}, "column 0 of an input, 2,019 to 2,023: its 4 values", "likely"),
+        ({"lr": 20.0, "steps": 12}, "training diverges: the loss grew", "likely"),
+    ],
+)
+def test_what_a_watch_finds(options, words, severity):
+    found(after(**options), words, severity)
+
+
+def test_misplaced_lines_are_seen():
+    model = network()
+    optimizer, x = sgd(model), torch.rand(4, 8)
+    with watch(model, optimizer, every=1, save=None) as seen, torch.autocast("cpu"):
+        for _ in range(8):
+            model(x).float().square().mean().backward()
+            optimizer.step()
+    found(seen, "backward was called under autocast", "likely")
+    found(seen, "the step was taken under autocast", "certain")
+    found(seen, "gradients are not set to zero", "likely")
+
+
+def new_scaler(run):
+    run.mine = scaler()
+    run.backward(run.mine.scale(run.loss()))
+    run.mine.step(run.optimizer)
+
+
+def scaled_twice(run):
+    run.backward(run.mine.scale(run.mine.scale(run.loss()) / 2))
+    run.mine.step(run.optimizer)
+
+
+def not_scaled(run):
+    run.backward(run.loss())
+    run.mine.step(run.optimizer)
+
+
+def stepped_directly(run):
+    run.backward(run.mine.scale(run.loss()))
+    run.optimizer.step()
+
+
+def clipped_first(run):
+    run.backward(run.mine.scale(run.loss()))
+    nn.utils.clip_grad_norm_(run.model.parameters(), 0.5)
+    run.mine.step(run.optimizer)
+
+
+def unscaled_twice(run):
+    for _ in range(2):
+        run.backward(run.mine.scale(run.loss(clear=False)))
+        run.mine.unscale_(run.optimizer)
+        run.mine.update()
+    run.mine.unscale_(run.optimizer)
+    run.mine.step(run.optimizer)
+    run.optimizer.zero_grad()
+
+
+def another_optimizer(run):
+    run.backward(run.mine.scale(run.loss()))
+    run.mine.step(run.optimizer)
+    run.other.step()
+
+
+def cleared(run):
+    run.backward(run.loss())
+    for one in (run.optimizer, run.other):
+        one.zero_grad(set_to_none=False)
+    run.optimizer.step()
+
+
+class Run:
+    def __init__(self):
+        self.model, self.mine = network(), scaler(init_scale=16.0)
+        self.optimizer = sgd(self.model[0], lr=1e-4)
+        self.other = sgd(self.model[2], lr=1e-4)
+
+    def loss(self, clear=True):
+        if clear:
+            self.optimizer.zero_grad()
+            self.other.zero_grad()
+        with torch.autocast("cpu", FP16):
+            return squares(self.model(torch.rand(4, 8)))
+
+    def backward(self, loss):
+        loss.backward()
+
+
+@pytest.mark.parametrize(
+    "step, words, updates",
+    [
+        (new_scaler, "each step uses a new GradScaler", True),
+        (scaled_twice, "scaler.scale is called twice on the same loss", True),
+        (not_scaled, "on a loss that scaler.scale has not seen", True),
+        (stepped_directly, "without scaler.step or unscale_", False),
+        (clipped_first, "between backward and unscale_", True),
+        (clipped_first, "scaler.update is never called", False),
+        (unscaled_twice, "unscale_ is called on gradients that it unscaled already", True),
+        (another_optimizer, "without scaler.step or unscale_", True),
+        (cleared, "gradients are 0 at the step, and were not after the backward", False),
+    ],
+)
+def test_a_scaler_that_is_used_wrongly(step, words, updates):
+    run = Run()
+    with watch(run.model, run.optimizer, run.mine, every=1, save=None) as seen:
+        for _ in range(5):
+            step(run)
+            if updates:
+                run.mine.update()
+            else:
+                run.mine._per_optimizer_states.clear()
+    found(seen, words, "certain")
+
+
+def test_an_error_of_the_run_is_placed_and_explained():
+    model = network()
+    model[2].half()
+    with pytest.raises(RuntimeError, match="dtype"), watch(model, sgd(model), save=None) as seen:
+        model(torch.rand(4, 8))
+    row = found(seen, "the run stopped with RuntimeError", "certain")
+    assert row["where"] == "2" and "Two dtypes meet" in row.cost and "the run stopped" in seen.report.verdict
+
+
+def test_accumulation_and_several_forwards_are_one_step():
+    model = network()
+    optimizer = sgd(model)
+    with watch(model, optimizer, save=None) as seen:
+        for _ in range(2):
+            optimizer.zero_grad()
+            for _ in range(3):
+                (model(torch.rand(4, 8)) - model(torch.rand(4, 8))).square().mean().backward()
+            optimizer.step()
+    assert (seen.passes, seen.steps) == (6, 2) and not worst(seen.report), seen
+
+
+def test_sums_in_16_bits_and_copies_that_stand_still():
+    model = nn.Linear(8, 8).bfloat16()
+    with watch(model, every=100, save=None) as seen:
+        for _ in range(1001):
+            model(torch.ones(1, 8).bfloat16()).sum().backward()
+    assert seen.table()["% sums lost"].max() > 10
+    found(seen, "gradients in 16 bits, summed over passes", "likely")
+    model, average = network(), {name: weight.bfloat16() for name, weight in network().state_dict().items()}
+    optimizer, targets = sgd(model), [1.5 * kept for kept in average.values()]
+    targets[1][0] = 5
+    with watch(model, optimizer, every=10, save=None) as seen:
+        for _ in range(40):
+            train(model, optimizer)
+            for kept, target in zip(average.values(), targets):
+                kept.mul_(0.998).add_(target, alpha=0.002)
+    found(seen, "a copy of the weights in 16 bits", "certain")
+
+
+def test_table_counts_what_is_lost():
+    model = nn.Sequential(nn.Linear(4, 4, bias=False))
     nn.init.constant_(model[0].weight, 2.0)
-    model[0].weight.data[0] = -1.0
-    table = diagnose(model, lambda: model(torch.ones(2, 1)).sum().backward(), steps=1)
-    zeros = dict(zip(table.what + " " + table["where"], table["% zero"]))
-    assert zeros["output of 0"] == 0 and zeros["output of 1"] == 25
-    assert zeros["gradient at output of 0"] == 25 and zeros["gradient of 0.weight"] == 25
+    optimizer = sgd(model, lr=1e-3)
+    weights = torch.tensor([1.0, 2.0**-26, 0.0, 2.0**-140])
+    with watch(model, optimizer, save=None) as seen:
+        (model(torch.ones(1, 4)) * weights).sum().backward()
+        optimizer.step()
+    row = seen.table().loc["0"]
+    assert row["output headroom"] == pytest.approx(math.log2(65504 / 8))
+    assert row["gradient headroom"] == pytest.approx(math.log2(65504))
+    assert row[["% zero", "% 0 in fp16"]].tolist() == [25, 50]
+    assert row["% updates lost"] == pytest.approx(200 / 3)
+    assert row["update/weight"] == pytest.approx(1e-3 * 2 / 8, rel=1e-3)
+
+
+def test_bad_passes_of_an_asynchronous_device_are_named_late():
+    """As on a GPU: read once in `every` passes, when the step is done."""
+    model = large(1e15)
+    optimizer = sgd(model, lr=0.0)
+    seen = watch(model, optimizer, None, every=5)
+    seen.at_once, seen.every_output, seen.order = False, True, math.inf
+    with pytest.raises(NonFinite) as raised, seen:
+        train(model, optimizer, factors=[0.0, 0.0, 1e30, 1.0, 1.0, 1.0, 1.0])
+    assert seen.passes == 5 and raised.value.origin[:2] == ("forward", "2") and raised.value.path is None
+    assert "pass 3, " in str(raised.value) and "every=1" in str(raised.value)
+
+
+def test_memory_stays_and_records_are_thinned():
+    seen = after(steps=300)
+    records = seen.looks.records
+    assert len(records) <= diagnose.RECORDS and records[-1][0] == 300
+    assert not (seen.labels or seen.values or seen.pending or seen.looks.before or seen.loss.region)
+    assert len(seen.scales) <= 2
+    assert len(seen.trend) <= 256 and len({id(labels) for _, labels, *_ in records}) <= 2
+
+
+def test_most_passes_cost_a_number_a_gradient():
+    """Counted, as times vary: the ops that a watched pass adds to a plain one."""
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.ops = getattr(self, "ops", 0) + (func.overloadpacket.__name__ != "detach")
+            return func(*args, **kwargs or {})
+
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(20)])
+    optimizer = sgd(model)
+    with Count() as plain:
+        train(model, optimizer)
+    with watch(model, optimizer, save=None):
+        train(model, optimizer, factors=[1.0] * 2)
+        with Count() as watched:
+            train(model, optimizer)
+    assert watched.ops - plain.ops <= len(list(model.parameters())) + 20
+
+
+def test_plot_names_the_least_headroom():
+    seen = after(steps=6, every=2)
+    least = seen.table().filter(like="headroom").min(axis=None)
+    figure = seen.plot()
+    plt.close(figure)  # an open one would be seen by other tests
+    assert f"{least:.1f} doublings" in figure.get_suptitle()
+    with pytest.raises(ValueError, match="saw nothing"):
+        watch(network()).plot()
+
+
+class Wide(nn.Module):
+    """Overflows fp16 between two modules that do not."""
+
+    def forward(self, x):
+        return (x * 1e4 * 1e3) / 1e7
+
+
+def test_bisect_keeps_the_fewest_modules():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(Wide(), nn.Linear(8, 8)), nn.BatchNorm1d(8), nn.Dropout())
+    before, batch = copy.deepcopy(model.state_dict()), torch.rand(16, 8)
+    assert bisect(model, batch, squares, tolerance=0.05) == ["1.0"]
+    assert all(torch.equal(model.state_dict()[name], each) for name, each in before.items())
+    assert bisect(model, (batch,), squares, BF16, tolerance=0.05) == []
+    assert bisect(model.bfloat16(), {"input": batch}, squares, tolerance=0.05) == ["1.0"]
+    with pytest.raises(ValueError, match="in FP32 too"):
+        bisect(model, batch, lambda output: output.sum() * math.nan)
+
+
+RANKS = """
+import faulthandler, sys, torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from helpers.diagnose import NonFinite, audit, replay, watch
+
+dist.init_process_group("gloo")
+faulthandler.dump_traceback_later(30, exit=True)
+rank = dist.get_rank()
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+
+def stopped(model, name):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        with watch(model, optimizer, every=4, save=f"{sys.argv[1]}/{name}.pt") as seen:
+            for number in range(9):
+                optimizer.zero_grad()
+                x = torch.rand(4, 8)
+                x = x * float("nan") if rank == 1 and number == 1 else x
+                model(x).float().square().mean().backward()
+                optimizer.step()
+        print(name, "finished")
+    except NonFinite as error:
+        print(name, "passes", seen.passes, "|", error)
+
+stopped(nn.parallel.DistributedDataParallel(network()), "ddp")
+mesh = init_device_mesh("cpu", (2,))
+model = network().bfloat16()
+fully_shard(model[0], mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+fully_shard(model, mesh=mesh)
+print(audit(model, torch.optim.SGD(model.parameters(), lr=0.1)))
+model = fully_shard(network(), mesh=mesh)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with watch(model, optimizer, every=2, save=None) as seen:
+    for _ in range(4):
+        model(torch.rand(4, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+print("fsdp", seen.passes, seen.steps, sorted(seen.table().index), seen)
+stopped(model, "fsdp")
+if rank == 1:
+    print(replay(f"{sys.argv[1]}/ddp_1.pt", network()))
+dist.destroy_process_group()
+"""
+
+
+def test_two_processes_stop_together(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    (tmp_path / "ranks.py").write_text(RANKS)
+    run = torchrun(tmp_path / "ranks.py", tmp_path, timeout=60)
+    assert run.status == 0, f"{run}{run.errors}{run.message}"
+    for text in run.printed:
+        assert re.search(r"^ddp passes 4 .*rank 1: pass 2, .*in the input: args.0", text, re.MULTILINE), text
+        assert re.search(r"^fsdp passes 4 .*rank 1: pass 2, .*in the input", text, re.MULTILINE), text
+        assert "FSDP2 reduces gradients in 16 bits: param_dtype bfloat16" in text
+        assert "without FP32 masters" in text
+        assert "fsdp 4 4 ['0', '1', '2']" in text
+    assert run.printed[1].endswith("in the input: args.0\n")

@@ -62,6 +62,8 @@ def test_everything_imported_is_declared(folder):
     used -= set(sys.stdlib_module_names) | OURS
     if folder == "helpers":
         used.remove("vl_convert")  # explore does without it where it is not there
+    if folder == "notebooks":
+        used.remove("nvidia_smi")  # 07 shows that it is gone
     undeclared = {name for name in used if not declared & {canonicalize_name(d) for d in providers.get(name, [])}}
     assert not undeclared
 
@@ -116,10 +118,11 @@ def test_readme_s_links_lead_somewhere():
             assert (document.parent / target).exists(), f"{document.name}: {target}"
 
 
-def test_each_line_of_the_posts_leads_to_a_heading():
-    document = ROOT / "docs" / "from_the_posts.md"
+@pytest.mark.parametrize(("name", "links"), [("from_the_posts.md", 90), ("questions.md", 25)])
+def test_each_line_of_the_posts_and_questions_leads_to_a_heading(name, links):
+    document = ROOT / "docs" / name
     links_of = re.findall(r"\[(\d\d) · ([^\]]+)\]\(([^)#]+)#([^)]+)\)", document.read_text(encoding="utf-8"))
-    assert len(links_of) > 50
+    assert len(links_of) > links
     for number, heading, target, anchor in links_of:
         notebook = nbformat.read(document.parent / target, as_version=4)
         prose = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
@@ -135,7 +138,7 @@ def test_links_to_hosted_platforms_are_written_for_an_address_and_replaced():
     opened = re.findall(r"https://colab\.research\.google\.com/github/example/half-the-bits/blob/main/([^)]+)\)", ours)
     assert opened == [f"notebooks/{path.name}" for path in sorted((ROOT / "notebooks").glob("*.ipynb"))]
     assert (
-        ours.count("https://kaggle.com/kernels/welcome?src=https://github.com/example/half-the-bits/blob/main/") == 13
+        ours.count("https://kaggle.com/kernels/welcome?src=https://github.com/example/half-the-bits/blob/main/") == 15
     )
     assert "`!git clone https://github.com/example/half-the-bits`" in ours
     assert links.linked(ours, "https://github.com/else/suite") == links.linked(readme, "https://github.com/else/suite")
@@ -175,10 +178,12 @@ def test_helpers_stay_small_and_have_no_cycles():
     }
     lines = Counter()
     for name, text in modules.items():
-        instrument = name in ("autocast", "footprint", "bitview", "diagnose", "explore")
+        instrument = name in ("autocast", "footprint", "bitview", "explore", "messages")
         room = "instruments of a chapter" if instrument else "shared modules"
+        room = "one file to copy" if name == "diagnose" else room
         lines["exercises" if name.startswith("check") else room] += len(text.splitlines())
-    assert lines <= Counter({"shared modules": 1810, "instruments of a chapter": 1580, "exercises": 1955}), lines
+    most = {"shared modules": 1812, "instruments of a chapter": 2090, "exercises": 2180, "one file to copy": 2016}
+    assert lines <= Counter(most), lines
     assert not [name for name in modules if re.search(r"\d\d", name.replace("fp16", "").replace("fp32", ""))]
     needs = {
         name: set(re.findall(r"^from helpers(?:\.| import )([\w.]+)", text, re.MULTILINE)) & set(modules)
@@ -197,7 +202,7 @@ def test_readme_s_results_are_notebook_07_s(beside, tmp_path, monkeypatch):
     if beside:
         invented.write(tmp_path)
     cells = nbformat.read(ROOT / "notebooks" / "07_fp32_vs_amp_experiment.ipynb", as_version=4).cells
-    names = {"records": records, "measure": measure, "pd": pd}
+    names = {"records": records, "measure": measure, "pd": pd, "MARGIN": 1.2}
     for words in ("def error_ratio(", "def wrong_answers(", "thirty = "):
         (source,) = [cell.source for cell in cells if cell.cell_type == "code" and words in cell.source]
         exec(source, names)
@@ -207,7 +212,7 @@ def test_readme_s_results_are_notebook_07_s(beside, tmp_path, monkeypatch):
     assert f"| FP32 | {table.loc['FP32 again', 'errors (%)']:.2f}% | | |" in readme
     for arm, row in table.drop("FP32 again").iterrows():
         ratio = f"{row['FP32 = 1']:.2f} [{row.low:.2f}, {row.high:.2f}]"
-        verdict = {"NOT WORSE": "yes", "undecided": "undecided", "WORSE": "no"}[row.verdict]
+        verdict = {"not worse": "yes", "undecided": "undecided", "worse": "no"}[row.verdict]
         assert f"| {arm} | {row['errors (%)']:.2f}% | {ratio} | {verdict} |" in readme
 
 

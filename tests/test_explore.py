@@ -36,9 +36,17 @@ RUN = pd.DataFrame(
 )
 RUNS = {(weight, k): ([0.2, 0.1 * weight + k], torch.rand(10, 8, 8)) for weight in (1, 0.01) for k in (0, 8)}
 PARTS = pd.DataFrame(
-    [("resnet50", "FP32", 0.1, 0.05, 0.08), ("resnet50", "fp16", 0.1, 0.1, 0.04)],
-    columns=["model", "precision", "weights", "rest", "image"],
-).set_index(["model", "precision"])
+    [
+        ("resnet50", "FP32", "begins", "activations", 0.1, 0.08),
+        ("resnet50", "FP32", "begins", "weights", 0.1, 0),
+    ],
+    columns=["model", "precision", "moment", "part", "fixed", "each"],
+)
+STATES = {"Adam": {"FP32": 2.0}, "SGD": {"FP32": 0.0}}
+TIMES = pd.DataFrame(
+    [("resnet50", "T4", 8, way, kind, ms) for way, ms in (("a", 2.0), ("b", 1.0)) for kind in ("products", "idle")],
+    columns=["network", "card", "batch", "way", "kind", "ms"],
+)
 INTERVALS = pd.DataFrame(
     [("bf16", 2, 1.0, 0.7, 1.3), ("bf16", 4, 1.0, 0.9, 1.1), ("fp16", 2, 1.4, 1.3, 1.5)],
     columns=["arm", "seeds", "value", "low", "high"],
@@ -49,14 +57,44 @@ BUSY = pd.DataFrame(
     [(0, "main process", "load", 0, 0, 3), (0, "device", "compute", 0, 3, 5), (1, "device", "compute", 0, 1, 3)],
     columns=["workers", "part", "work", "step", "start", "end"],
 )
+POINTERS = {(name, position): [position, position / 10] for name in ("fp32", "bf16") for position in (3, 7)}
+OWN = torch.tensor([[1, 1], [2, 2]])
+LINES = [("scale(loss)", "loss"), ("unscale_()", "")]
+LOOPS = {(1, 1): ([65536.0, 1.01], "0.2"), (1, 0): ([65536.0, 2.0**-15], "0.7"), (0, 1): ([0.0], "stops")}
+LOOPS[0, 0] = ([1.0, float("nan")], "0.3")
+RING = [OWN, torch.tensor([[1, 3], [3, 2]]), torch.tensor([[3, 3], [3, 3]])]
+START = {"model": "resnet50", "precision": "FP32", "batch": 4, "gpus": 1, "card": "T4"}
+CAST = "weight float32 -> float16"
+TRACE = pd.DataFrame(
+    [
+        ("aten::native_layer_norm", "float32", "float32, float32", "", 0, "Net.layers.3.attn.norm"),
+        ("aten::transpose.int", "float16", "float16", "", 0, "Net.layers.3.attn"),
+        ("aten::_unsafe_view", "float16", "float16", "", 0, "Net.layers.3.attn"),
+        ("aten::addmm", "float16", "float16", f"{CAST}; activation float32 -> float16", 8, "Net.head.a"),
+        ("aten::add_.Tensor", "int64", "int64", "", 0, "Net.head"),
+        ("aten::relu", "float16", "float16", CAST, 4, "Net"),
+    ],
+    columns=["op", "inputs", "output", "casts", "cast_bytes", "module"],
+)
 CHARTS = {
+    "cast_map": (explore.cast_map, ({"one": TRACE, "long": pd.concat([TRACE] * 13)}, "Activations cast")),
     "step_graph": (explore.step_graph, (DTYPES, "A step", "autocast")),
     "walk": (explore.walk, (PATHS, 2.0**-11, "Updates", 1)),
     "timeline": (explore.timeline, (BUSY, ["main process", "device"], {"workers": "workers "}, "Who works")),
-    "calculator": (explore.calculator, (PARTS, {"T4, 16 GiB": 13, "A100, 80 GiB": 77}, "Will it fit?")),
+    "calculator": (
+        explore.calculator,
+        (PARTS, STATES, {"T4": 13, "A100": 77}, "Will it fit?", START),
+    ),
+    "step_times": (
+        explore.step_times,
+        (TIMES, ["a", "b"], "Where time goes", {"network": "resnet50", "card": "T4", "batch": 8}),
+    ),
     "verdicts": (explore.verdicts, (INTERVALS, "Verdicts", range(5, 55, 5), 20)),
     "fates": (explore.fates, (torch.tensor([2.0**-30, 2.0**-20, 1.0, 0.0]), range(0, 41), "Gradients")),
     "steps": (explore.steps, (RUN, "Edge", 2)),
+    "ring": (explore.ring, (RING, "A ring of two")),
+    "switches": (explore.switches, (LINES, LOOPS, "Two lines")),
+    "pointers": (explore.pointers, (POINTERS, {3: [3.0, 0.3], 7: [7.0, 0.7]}, "Dials", ("bf16", 7))),
     "drawn_runs": (explore.drawn_runs, (RUNS, "Digits", (0.01, 0))),
 }
 
@@ -85,6 +123,12 @@ def test_gradients_are_counted_by_their_fate(chart):
     )
 
 
+def test_what_is_scaled_down_stays_on_the_axis(chart):
+    data, _, _ = chart(explore.fates, torch.tensor([2.0**-3, 2.0**15]), range(-40, 9), "A stream", what="activation")
+    axis = data[explore.VEGA_LITE]["layer"][0]["encoding"]["x"]
+    assert axis["scale"]["domain"] == [-43, 25] and axis["title"] == "log2 of the scaled activation"
+
+
 def test_steps_say_what_gradscaler_did(chart):
     data, _, _ = chart(explore.steps, RUN, "Edge", 2)
     said = [row["says"] for rows in data[explore.VEGA_LITE]["datasets"].values() for row in rows if "fate" in row]
@@ -110,6 +154,85 @@ def test_digits_on_a_timeline_can_be_read(chart):
     for color in scale["range"]:
         linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(color)]
         assert np.dot([0.2126, 0.7152, 0.0722], linear) + 0.05 > 4.5 * 0.05
+
+
+def test_one_step_is_drawn_without_inputs_and_names_what_is_wide_enough(chart):
+    """Chosen by nothing: a trace. What is written on the loop's parts, and shown where one points."""
+    trace = pd.DataFrame(
+        [("loop", "part", "load", 0, 9), ("loop", "part", "item", 9, 9.1), ("ops", "op", "aten::mm", 3, 5)],
+        columns=["part", "work", "name", "start", "end"],
+    )
+    spec = chart(explore.timeline, trace, ["loop", "ops"], {}, "A trace")[0][explore.VEGA_LITE]
+    assert "params" not in spec or not [param for param in spec["params"] if "bind" in param]
+    _, bars, numbers = spec["layer"]
+    (rows,) = spec["datasets"].values()
+    assert [row["says"] for row in rows] == ["load", "", ""] and numbers["encoding"]["text"]["field"] == "says"
+    assert [each["field"] for each in bars["encoding"]["tooltip"]] == ["name", "length"]
+
+
+def test_a_schedule_without_workers_adds_up_and_with_enough_the_device_never_rests():
+    took = pd.DataFrame({"load": [10.0] * 9, "launch": 3.0, "compute": 8.0})
+
+    def pace(workers, waits):
+        ends = explore.schedule(took, workers, waits).query("part == 'device'").end.to_numpy()
+        return np.diff(ends)
+
+    assert np.allclose(pace(0, True), 21) and np.allclose(pace(0, False), 13)
+    assert np.allclose(pace(1, True)[2:], 11) and np.allclose(pace(1, False)[2:], 10)
+    assert np.allclose(pace(3, True)[2:], 11) and np.allclose(pace(3, False)[2:], 8)
+
+
+def test_a_worker_has_at_most_two_batches_ahead():
+    took = pd.DataFrame({"load": [1.0] * 8, "launch": 0.0, "compute": 100.0})
+    rows = explore.schedule(took, 1, waits=True)
+    loaded, begun = (rows[rows.part == part].set_index("step") for part in ("worker 1", "device"))
+    for step in range(2, 8):
+        assert loaded.start[step] >= begun.start[step - 2], "the room of a batch is free once it was taken"
+
+
+def test_a_ring_says_whose_numbers_are_where_and_frames_what_has_come(chart):
+    data, _, _ = chart(explore.ring, RING, "A ring of two")
+    (rows,) = data[explore.VEGA_LITE]["datasets"].values()
+    now = [(row["sum"], row["has"], row["frame"] > 0) for row in rows if row["step"] == 1]
+    assert now == [
+        ("0", "its own numbers", False),
+        ("0 + 1", "all", True),
+        ("0 + 1", "all", True),
+        ("1", "its own numbers", False),
+    ]
+    assert [rows[place]["says"] for place in (0, 4, 8)] == [
+        "step 0 of 2: each has its own numbers",
+        "step 1 of 2: each adds what the next one sends",
+        "step 2 of 2: each takes over a sum that is complete",
+    ]
+
+
+def test_a_cast_map_draws_what_moves_and_marks_the_activations_that_are_cast(chart):
+    data, _, _ = chart(*([CHARTS["cast_map"][0], *CHARTS["cast_map"][1]]))
+    (rows,) = data[explore.VEGA_LITE]["datasets"].values()
+    one = [
+        (row["part"], row["name"], row["dtype"], row["thick"], row["cast"]) for row in rows if row["network"] == "one"
+    ]
+    assert one == [
+        ("layers.3", "layer_norm", "float32", 20, None),
+        ("head", "addmm", "float16", 10, "float16"),
+        ("Net", "relu", "float16", 10, None),
+    ]
+    long = [row for row in rows if row["network"] == "long"]
+    assert len(long) == 39 and max(row["place"] for row in long) == 12
+    assert {row["name"] for row in long} == {""}, "no room for names"
+
+
+def test_a_loop_says_what_each_line_leaves_in_the_gradients(chart):
+    spec = chart(explore.switches, LINES, LOOPS, "Two lines")[0][explore.VEGA_LITE]
+    left = {row["key"]: row["left"] for rows in spec["datasets"].values() for row in rows if "left" in row}
+    assert left["11"] == ["scaled: 2^16 times", "true size"] and left["10"][1] == "too small: 2^-15 times"
+    assert left["01"] == ["none"] and left["00"] == ["true size", "not finite"]
+    texts = [row for rows in spec["datasets"].values() for row in rows if "off" in row]
+    assert [row["off"] for row in texts] == ["loss", "# unscale_()"], "replaced, or a comment"
+    kinds = spec["layer"][1]["encoding"]["color"]["scale"]["domain"]
+    assert {size.split("2^")[0] for sizes in left.values() for size in sizes} == set(kinds)
+    assert [param["value"] for param in spec["params"]] == [True, True]
 
 
 def test_verdicts_have_the_colours_of_the_other_figures_and_room_for_the_last_interval(chart):
@@ -146,3 +269,17 @@ def test_colab_gets_html(chart, monkeypatch):
     monkeypatch.setitem(sys.modules, "google.colab", object())
     data, _, _ = chart(explore.show, alt.Chart(pd.DataFrame({"x": [1]})).mark_point(), "A dot.")
     assert set(data) == {"text/html", "text/plain"}
+
+
+def test_the_calculator_adds_each_optimizers_states_to_the_weights(chart):
+    data, _, _ = chart(*CHARTS["calculator"][:1], *CHARTS["calculator"][1])
+    ((_, rows),) = data[explore.VEGA_LITE]["datasets"].items()
+    states = {row["optimizer"]: row["fixed"] for row in rows if row["part"] == "optimizer"}
+    assert states == {"Adam": 0.2, "SGD": 0}
+    assert [row["part"] for row in rows] == ["weights", "optimizer", "optimizer", "activations"]
+
+
+def test_bars_of_time_say_their_sum_and_how_much_faster_they_are(chart):
+    data, _, _ = chart(*CHARTS["step_times"][:1], *CHARTS["step_times"][1])
+    said = [row["says"] for rows in data[explore.VEGA_LITE]["datasets"].values() for row in rows if "says" in row]
+    assert said == ["4 ms", "2 ms, 2.0 times as fast"]

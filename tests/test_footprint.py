@@ -1,8 +1,10 @@
 """Predictions against what real tensors keep, against torch's own tracker, and against numbers worked out by hand."""
 
 import copy
+import dataclasses
 import math
 import threading
+import time
 import warnings
 from functools import cache
 
@@ -12,13 +14,25 @@ import torch
 from coverage import Coverage
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.functional import binary_cross_entropy_with_logits, scaled_dot_product_attention
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from helpers import footprint
 from helpers.autocast import on_device
-from helpers.footprint import GPUS, KINDS, OPTIMIZERS, largest_batch, predict_memory, roofline
+from helpers.footprint import (
+    GPUS,
+    KINDS,
+    OPTIMIZERS,
+    fused,
+    growth,
+    largest,
+    largest_batch,
+    on_gpu,
+    predict_memory,
+    roofline,
+    shards,
+)
 from helpers.measure import kept_for_backward
 
 FAMILIES = [
@@ -215,7 +229,8 @@ def test_the_walk_through_the_graph_gives_the_engines_gradients(function_in_pyth
 @untraced
 @pytest.mark.parametrize("name", ["tf_efficientnet_b0", "vit_small_patch16_224"])
 def test_everything_but_weights_gradients_and_momentum_is_freed(models, name):
-    last = predict_memory(lambda: models[name], SHAPE, "fp16").timeline.iloc[-1]
+    model = models[name]
+    last = predict_memory(lambda: model, SHAPE, "fp16").timeline.iloc[-1]
     assert last["other"] == 0
     assert last["gradients"] == last["parameters"] == last["optimizer state"]
     assert last["activations"] < 100_000, "nothing but what the model itself caches"
@@ -324,8 +339,11 @@ def test_attention_keeps_no_square_of_the_sequence(build, precision):
     ops = set(estimate.timeline.op)
     flash = precision != "fp32" and build().mask is None
     kind = "flash" if flash else "efficient"
-    assert f"_scaled_dot_product_{kind}_attention" in ops
-    assert f"_scaled_dot_product_{kind}_attention_backward" in ops
+    fused = f"_scaled_dot_product_{kind}_attention"
+    if not flash and build().options.get("enable_gqa") and torch.__version__ < "2.15":
+        assert fused not in ops and "_softmax_backward_data" in ops, "CUDA has no fused kernel for it there"
+    else:
+        assert {fused, f"{fused}_backward"} <= ops
 
 
 @pytest.mark.parametrize(
@@ -404,7 +422,7 @@ ELSEWHERE = torch.ones(12)
         (lambda: nn.Linear(12, 1), torch.optim.Adafactor, "or its optimizer asks for values"),
         (lambda: Doing(lambda y, x: y * ELSEWHERE), "sgd", "make them attributes of a module"),
         (lambda: Lookup(9, 1, sparse=True), "sgd", "sparse=False"),
-        pytest.param(lambda: nn.Embedding(9, 1), "sgd", "takes whole numbers", marks=NEWER),
+        pytest.param(lambda: nn.Embedding(9, 1), "sgd", "takes whole numbers.*may be a function", marks=NEWER),
         (lambda: Doing(lambda y, x: without_a_fake(y)), "sgd", "cannot be copied or run without values"),
         (lambda: nn.EmbeddingBag(9, 1), "sgd", "takes whole numbers"),
         (lambda: nn.Linear(12, 1), torch.optim.LBFGS, "take another optimizer"),
@@ -469,7 +487,341 @@ def test_largest_batch_is_found_where_the_peak_has_a_bend():
 
 
 def test_no_batch_fits_into_less_than_the_weights(models):
-    assert largest_batch(1_000_000, lambda: models["mobilenetv3_small_100"], (3, 64, 64), "fp32") == 0
+    model = models["mobilenetv3_small_100"]
+    assert largest_batch(1_000_000, lambda: model, (3, 64, 64), "fp32") == 0
+
+
+class Block(nn.Module):
+    """A block of a decoder: attention over groups of heads with positions as rotations, and a gated layer."""
+
+    def __init__(self, width, heads, groups, hidden):
+        super().__init__()
+        self.heads, self.groups, self.size = heads, groups, width // heads
+        self.norms = nn.ModuleList([nn.RMSNorm(width), nn.RMSNorm(width)])
+        self.query, self.out = nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)
+        self.key, self.value = (nn.Linear(width, groups * self.size, bias=False) for _ in range(2))
+        self.gate, self.up = nn.Linear(width, hidden, bias=False), nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x, cos, sin):
+        def heads(x, number):
+            return x.view(*x.shape[:2], number, self.size).transpose(1, 2)
+
+        def rotated(x):
+            first, second = x.chunk(2, -1)
+            return torch.cat([first * cos - second * sin, first * sin + second * cos], -1).to(x.dtype)
+
+        y = self.norms[0](x)
+        query, key = rotated(heads(self.query(y), self.heads)), rotated(heads(self.key(y), self.groups))
+        value = heads(self.value(y), self.groups)
+        grouped = self.groups < self.heads
+        y = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        y = self.norms[1](x)
+        return x + self.down(nn.functional.silu(self.gate(y)) * self.up(y))
+
+
+class Decoder(nn.Module):
+    def __init__(self, vocabulary, width, depth, heads, groups, hidden, context, tied=False, checkpointing=False):
+        super().__init__()
+        self.checkpointing = checkpointing
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(Block(width, heads, groups, hidden) for _ in range(depth))
+        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, vocabulary, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+        angles = torch.arange(context)[:, None] / 10_000 ** torch.linspace(0, 1, width // heads // 2)
+        self.register_buffer("angles", angles, persistent=False)
+
+    def forward(self, tokens):
+        x, angles = self.embedding(tokens), self.angles[: tokens.size(1)]
+        for block in self.blocks:
+            arguments = x, angles.cos(), angles.sin()
+            x = checkpoint(block, *arguments, use_reentrant=False) if self.checkpointing else block(*arguments)
+        return self.head(self.norm(x))
+
+
+def next_token_loss(logits):
+    targets = torch.zeros(logits.shape[:2], dtype=torch.long, device=logits.device)
+    return cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+# Nobody tuned the prediction for these: another depth, grouped-query attention, a tied head over few tokens.
+DEEP = {"vocabulary": 500, "width": 64, "depth": 7, "heads": 4, "groups": 4, "hidden": 200, "context": 128}
+GROUPED = {"vocabulary": 1000, "width": 96, "depth": 2, "heads": 6, "groups": 2, "hidden": 256, "context": 64}
+TIED = {
+    "vocabulary": 65,
+    "width": 128,
+    "depth": 3,
+    "heads": 2,
+    "groups": 1,
+    "hidden": 300,
+    "context": 256,
+    "tied": True,
+}
+DECODERS = {
+    "deep": (DEEP, (3, 100)),
+    "grouped": (GROUPED, (5, 64)),
+    "tied": (TIED, (2, 256)),
+    "checkpointed": (DEEP | {"groups": 2, "checkpointing": True}, (3, 100)),
+}
+
+
+def real_step(model, tokens, precision):
+    """Forward and loss of a decoder, on real or fake CPU tensors."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+        return next_token_loss(model(tokens))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "pure_bf16"])
+@pytest.mark.parametrize("name", DECODERS)
+def test_decoders_keep_what_is_predicted(name, precision):
+    config, shape = DECODERS[name]
+    model = Decoder(**config)
+    estimate = predict_memory(
+        lambda: model, lambda: torch.randint(config["vocabulary"], shape), precision, "adamw", "cpu", next_token_loss
+    )
+    if precision == "pure_bf16":
+        model.bfloat16()
+    tokens = torch.randint(config["vocabulary"], shape)
+    real = kept_for_backward(model, lambda: real_step(model, tokens, precision))
+    assert sum(estimate.activations.values()) == pytest.approx(sum(real.values()), rel=0.01)
+    assert estimate.activations["int64"] >= tokens.nbytes, "the tokens too are kept"
+    assert estimate.parameters == estimate.gradients == sum(weight.nbytes for weight in model.parameters())
+    assert estimate.peak == pytest.approx(tracked_step(model, tokens, precision), rel=0.01)
+
+
+def tracked_step(model, tokens, precision):
+    """The peak of an AdamW step by torch's MemTracker, as above."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torch.distributed._tools.mem_tracker import MemTracker
+    tensors = [*model.parameters(), *model.buffers()]
+    with FakeTensorMode():
+        model = copy.deepcopy(model, {id(tensor): on_device(tensor, "cpu", fake=True) for tensor in tensors})
+        optimizer, tracker = OPTIMIZERS["adamw"](model.parameters()), MemTracker()
+        tokens = torch.zeros(tokens.shape, dtype=torch.long)
+        tracker.track_external(model, optimizer)
+        with tracker:
+            for _ in range(2):
+                tracker.reset_mod_stats()
+                real_step(model, tokens, precision).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+
+
+def predict_decoder(config, precision, optimizer="adamw", tokens=(2, 64), **options):
+    return predict_memory(
+        lambda: Decoder(**config),
+        lambda: torch.randint(config["vocabulary"], tokens),
+        precision,
+        optimizer,
+        loss=next_token_loss,
+        **options,
+    )
+
+
+BIG = {"vocabulary": 4096, "width": 256, "depth": 4, "heads": 4, "groups": 2, "hidden": 1024, "context": 4096}
+
+
+@pytest.mark.parametrize(
+    ("precision", "optimizer", "expected"),
+    [
+        ("fp32", "sgd", 4 + 4),
+        ("fp32", "adamw", 4 + 4 + 4 + 4),
+        ("bf16", "adamw", 4 + 4 + 4 + 4),
+        ("bf16", "adamw_foreach", 4 + 4 + 4 + 4),
+        ("pure_bf16", "adamw", 2 + 2 + 2 + 2),
+        ("bf16", "adamw_8bit", 4 + 4 + 2 * (1 + 4 / 256)),
+        ("pure_bf16", "adamw_8bit", 2 + 2 + 2 * (1 + 4 / 256)),
+    ],
+)
+def test_bytes_a_parameter(precision, optimizer, expected):
+    assert predict_decoder(BIG, precision, optimizer).bytes_per_parameter == pytest.approx(expected, rel=0.01)
+
+
+class Lora(nn.Module):
+    """A frozen layer, and beside it the product of two narrow ones that are trained."""
+
+    def __init__(self, layer, rank):
+        super().__init__()
+        self.layer = layer.requires_grad_(False)
+        self.down = nn.Linear(layer.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, layer.out_features, bias=False)
+
+    def forward(self, x):
+        return self.layer(x) + self.up(self.down(x))
+
+
+def with_lora(config, dtype, rank=8):
+    model = Decoder(**config).to(dtype).requires_grad_(False)
+    for block in model.blocks:
+        block.query, block.value = Lora(block.query, rank), Lora(block.value, rank)
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lora_has_gradients_and_states_of_what_is_trained_only(dtype):
+    model, tokens = with_lora(BIG, dtype), torch.randint(BIG["vocabulary"], (2, 64))
+    trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    estimate = predict_memory(
+        lambda: with_lora(BIG, dtype), lambda: tokens, "bf16", "adamw", "cpu", loss=next_token_loss
+    )
+    assert estimate.gradients == 4 * trained and estimate.optimizer_state == 8 * trained
+    frozen = sum(weight.numel() for weight in model.parameters()) - trained
+    assert estimate.parameters == 4 * trained + dtype.itemsize * frozen
+    assert dtype.itemsize < estimate.bytes_per_parameter < dtype.itemsize + 0.2
+    real = kept_for_backward(model, lambda: real_step(model, tokens, "bf16"))
+    assert sum(estimate.activations.values()) == pytest.approx(sum(real.values()), rel=0.01)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_8_bit_states_are_those_of_torchao(dtype):
+    from torchao.optim import AdamW8bit
+
+    shapes = [(100, 256), (30, 3), (70, 77), (128, 128), (4096,), (15, 256)]
+    weights = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in shapes]
+    for weight in weights:
+        weight.grad = torch.zeros_like(weight)
+    ours, theirs = OPTIMIZERS["adamw_8bit"](weights), AdamW8bit(weights)
+    ours.step()
+    with torch.compiler.set_stance("force_eager"):
+        theirs.step()
+    for weight in weights:
+        states = [theirs.state[weight][name] for name in ("exp_avg", "exp_avg_sq")]
+        parts = [getattr(state, name) for state in states for name in getattr(state, "tensor_attrs", ["data"])]
+        predicted = sum(part.nbytes for parts in ours.state[weight].values() for part in parts)
+        assert predicted == sum(part.nbytes for part in parts)
+
+
+def test_foreach_has_temporary_copies_in_its_step_and_fused_has_none():
+    for optimizer, copies in (("adamw", 0), ("adamw_foreach", 1)):
+        estimate = predict_decoder(BIG, "fp32", optimizer)
+        step = estimate.timeline[estimate.timeline.phase == "optimizer"]
+        assert step.other.max() == pytest.approx(copies * estimate.parameters, rel=0.01)
+
+
+def test_checkpointing_by_block_keeps_a_blocks_input():
+    plain, tokens = predict_decoder(BIG, "bf16", tokens=(2, 512)), 2 * 512
+    less = predict_decoder(BIG | {"checkpointing": True}, "bf16", tokens=(2, 512))
+    assert less.peak < 0.7 * plain.peak
+    inputs = 4 * tokens * BIG["width"] * BIG["depth"]
+    logits = tokens * BIG["vocabulary"] * (2 + 4)
+    assert inputs + logits * 2 / 3 < sum(less.activations.values()) < inputs + logits + 5 * tokens * BIG["width"] * 4
+
+
+@pytest.mark.parametrize(("precision", "kind"), [("fp32", "efficient"), ("bf16", "flash"), ("fp16", "flash")])
+def test_a_decoder_takes_cudas_fused_attention(precision, kind):
+    ops = predict_decoder(DEEP, precision).timeline.op.value_counts()
+    assert ops[f"_scaled_dot_product_{kind}_attention"] == DEEP["depth"]
+    assert ops[f"_scaled_dot_product_{kind}_attention_backward"] == DEEP["depth"]
+
+
+def test_a_decoder_of_8_billion_parameters_is_predicted_in_seconds_without_its_memory():
+    llama = {"vocabulary": 128_256, "width": 4096, "depth": 32, "heads": 32, "groups": 8, "hidden": 14_336}
+    start = time.process_time()
+    estimate = predict_decoder(llama | {"context": 8192}, "bf16", tokens=(1, 8192))
+    assert time.process_time() - start < 30
+    assert estimate.parameters == 4 * 8_030_261_248
+    assert estimate.peak > 4 * estimate.parameters
+
+
+class TwoInputs(nn.Linear):
+    def forward(self, tokens, scale):
+        return super().forward(nn.functional.one_hot(tokens, 12) * scale)
+
+
+class AsksForValues(nn.Linear):
+    def __init__(self, made):
+        super().__init__(12, int(torch.ones(3).sum().item()) - 2)
+        made.append(self)
+
+
+REAL = torch.zeros(2, dtype=torch.long)
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_inputs_are_a_tensor_a_tuple_or_named(device_type):
+    def build():
+        return nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 1))
+
+    for tokens in (lambda: torch.randint(9, (2,)), lambda: REAL, lambda: (REAL,), lambda: {"input": REAL}):
+        estimate = predict_memory(build, tokens, "fp32", device_type=device_type)
+        assert estimate.activations["int64"] == 16
+    for inputs in (lambda: (REAL, torch.ones(1)), lambda: {"scale": torch.ones(1), "tokens": REAL}):
+        pure = predict_memory(lambda: TwoInputs(12, 1), inputs, "pure_bf16", device_type=device_type)
+        assert "float32" not in pure.activations, "floats are cast as the weights are, tokens are not"
+
+
+def test_a_constructor_makes_no_memory():
+    made = []
+
+    def build():
+        made.append(Decoder(**TIED).to(torch.bfloat16).float().requires_grad_(False))
+        made[-1].head.requires_grad_(True)
+        return made[-1]
+
+    tokens = lambda: torch.randint(65, (2, 16))
+    assert predict_memory(build, tokens, "bf16", loss=next_token_loss).gradients == 4 * 65 * 128
+    assert {weight.device.type for model in made for weight in model.parameters()} == {"meta"}
+
+
+def test_a_constructor_that_asks_for_values_runs_for_real():
+    made = []
+    assert predict_memory(lambda: AsksForValues(made), (2, 12), "fp32").parameters == 4 * 13
+    assert len(made) == 1 and made[0].weight.abs().sum() > 0
+
+
+@pytest.mark.parametrize("loss", [lambda output: output, lambda output: output.detach().sum()])
+def test_a_loss_that_trains_nothing_is_refused(loss):
+    with pytest.raises(ValueError, match="must be a scalar that depends on a weight"):
+        predict_memory(lambda: nn.Linear(12, 3), (2, 12), "fp32", loss=loss)
+
+
+def test_a_loss_may_take_what_is_no_tensor():
+    estimate = predict_memory(
+        lambda: nn.GRU(12, 1, batch_first=True),
+        (2, 3, 12),
+        "fp32",
+        device_type="cpu",
+        loss=lambda output: output[0].sum(),
+    )
+    assert estimate.gradients == estimate.parameters
+
+
+def test_the_longest_sequence_fits_and_one_more_token_does_not():
+    peaks = {}
+
+    def peak_of(length):
+        peaks[length] = predict_decoder(BIG | {"context": length}, "bf16", tokens=(1, length)).peak
+        return peaks[length]
+
+    length = largest(300_000_000, peak_of)
+    assert length > 500 and peaks[length] <= 300_000_000 < peaks[length + 1]
+    assert len(peaks) < 12, "each is a prediction, and takes its time"
+
+
+@pytest.mark.parametrize("limit", [0, 9, 10, 11, 12, 39, 40, 41, 1000, 12345])
+@pytest.mark.parametrize("power", [0.5, 1, 2])
+def test_largest_is_the_largest(limit, power):
+    found = largest(limit, lambda number: 10 + number**power)
+    assert found == 0 or 10 + found**power <= limit
+    assert 10 + (found + 1) ** power > limit
+
+
+def test_shards_are_those_of_the_paper():
+    """Figure 1 of ZeRO: 7.5 billion parameters, 64 ranks; float16 weights and gradients, 12 bytes for Adam, in GB."""
+    estimate = predict_memory(lambda: nn.Linear(12, 1), (2, 12), "fp32")
+    estimate = dataclasses.replace(
+        estimate, parameters=15 * 10**9, gradients=15 * 10**9, optimizer_state=90 * 10**9, activations={"float16": 7}
+    )
+    held = {strategy: shards(estimate, strategy, 64) for strategy in ("ddp", "zero1", "zero2", "zero3", "fsdp2")}
+    assert all(parts.pop("activations") == 7 for parts in held.values())
+    in_gb = {strategy: round(sum(parts.values()) / 1e9, 1) for strategy, parts in held.items()}
+    assert in_gb == {"ddp": 120, "zero1": 31.4, "zero2": 16.6, "zero3": 1.9, "fsdp2": 1.9}
+    with pytest.raises(ValueError, match="unknown strategy 'zero4'"):
+        shards(estimate, "zero4", 64)
 
 
 def convolution(groups):
@@ -507,7 +859,8 @@ def test_torchs_own_counter_forgets_the_groups():
 
 
 def test_a_training_step_has_three_times_the_flops_of_forward_less_the_images_gradient(models):
-    ops = roofline(lambda: models["resnet50"], SHAPE, "fp32", "A100").ops
+    model = models["resnet50"]
+    ops = roofline(lambda: model, SHAPE, "fp32", "A100").ops
     by_phase = ops.groupby("phase").flops.sum()
     first = ops.query("phase == 'forward' and flops > 0").flops.iloc[0]
     assert by_phase.backward == 2 * by_phase.forward - first
@@ -591,3 +944,76 @@ def test_rates_are_dense_and_complete(gpu):
 def test_what_a_gpu_cannot_do_is_refused(gpu, precision, said):
     with pytest.raises(ValueError, match=said):
         roofline(convolution(1), (2, 8, 16, 16), precision, gpu)
+
+
+def chain(*layers):
+    """The ops of a step of a linear layer and `layers` after it; a tensor between them has 64 x 4096 numbers."""
+    build = lambda: nn.Sequential(nn.Linear(4096, 4096, bias=False), *layers)
+    return roofline(build, (64, 4096), "fp32", "A100").ops
+
+
+def test_another_gpu_has_other_times_of_the_same_ops():
+    ops = chain(nn.ReLU())
+    again = on_gpu(ops, "H100", "fp32")
+    assert again.drop(columns=["seconds", "bound"]).equals(ops.drop(columns=["seconds", "bound"]))
+    there = roofline(lambda: nn.Sequential(nn.Linear(4096, 4096, bias=False), nn.ReLU()), (64, 4096), "fp32", "H100")
+    assert again.equals(there.ops)
+    with pytest.raises(ValueError, match="unknown GPU 'GTX 1080'"):
+        on_gpu(ops, "GTX 1080", "fp32")
+
+
+def test_launches_are_waited_for_where_the_gpu_is_ahead():
+    """By hand: each op begins when it has been asked for and the one before it has ended."""
+    ops = chain(nn.ReLU(), nn.Tanh())
+    late = on_gpu(ops, "A100", "fp32", launch=1e-3)
+    assert late.idle.iloc[0] == pytest.approx(1e-3)
+    assert late.idle.iloc[1:].to_numpy() == pytest.approx(1e-3 - late.seconds.iloc[:-1].to_numpy())
+    assert (late.idle + late.seconds).sum() == pytest.approx(1e-3 * len(ops) + late.seconds.iloc[-1])
+    early = on_gpu(ops, "A100", "fp32", launch=1e-12)
+    assert early.idle.sum() == pytest.approx(1e-12) and on_gpu(ops, "A100", "fp32").idle.sum() == 0
+
+
+def test_a_cache_saves_what_was_touched_last_and_no_more(monkeypatch):
+    ops, size = chain(nn.ReLU(), nn.Tanh()).query("phase == 'forward'"), 4 * 64 * 4096
+    ops = ops[ops.op.isin(["mm", "relu", "tanh"])]
+    for room, missed in ((0, 4), (2.5, 2), (2 * 64 + 100, 2)):  # tensors that relu and tanh move
+        monkeypatch.setattr(footprint, "GPUS", GPUS.assign(cache=room * size / 2**20))
+        times = on_gpu(ops, "A100", "fp32", cache=True)
+        assert times.seconds.iloc[1:].sum() == pytest.approx(missed * size / 2039e9)
+
+
+def test_a_compiler_makes_one_op_of_what_stands_between_two_products():
+    ops, size = chain(nn.ReLU(), nn.Tanh(), nn.Linear(4096, 4096, bias=False)), 4 * 64 * 4096
+    forward = fused(ops).query("phase == 'forward'")
+    assert forward.op.tolist()[:3] == ["mm", "relu", "mm"]
+    assert forward.bytes.iloc[1] == 3 * size, "reads one tensor; writes relu's output and tanh's, kept for backward"
+    inference = ops[ops.phase == "forward"]
+    assert fused(inference).bytes.iloc[1] == 2 * size, "relu's output is needed by nobody"
+    assert fused(ops).flops.sum() == ops.flops.sum()
+    assert (fused(ops).phase == "optimizer").sum() == 1
+
+
+@untraced
+def test_a_compiler_does_not_move_more(models):
+    for name in ("resnet50", "vit_small_patch16_224"):
+        ops = roofline(lambda name=name: models[name], SHAPE, "fp16", "A100").ops
+        fewer = fused(ops)
+        assert len(fewer) < len(ops) / 2 and 0.2 < fewer.bytes.sum() / ops.bytes.sum() < 0.9
+
+
+@untraced
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize(("precision", "copies"), [("fp32", 0), ("bf16", 2)])
+def test_growth_tells_the_moments_of_another_batch(precision, copies, checkpointed):
+    def build():
+        model = timm.create_model("vit_tiny_patch16_224", depth=3, num_classes=1)
+        model.set_grad_checkpointing(checkpointed)
+        return model
+
+    grown = growth(build, lambda n: (n, 3, 224, 224), precision, checkpointed)
+    told = (grown.fixed + 20 * grown.each).groupby("moment").sum()
+    there = footprint._at_moments(predict_memory(build, (20, 3, 224, 224), precision, "sgd")).groupby("moment").sum()
+    assert told.to_dict() == pytest.approx(there.to_dict(), rel=0.01)
+    weights = sum(weight.numel() for weight in build().parameters() if weight.ndim in (2, 4)) / 2**30
+    assert grown.fixed["autocast's copies", "forward ends"] == pytest.approx(copies * weights, rel=0.01)
+    assert grown.fixed["weights"].to_numpy() == pytest.approx(4 * weights, rel=0.05)

@@ -14,7 +14,7 @@ import nbformat
 import pytest
 from playwright.sync_api import expect
 
-from tests.browser import BROWSER, move_every_input
+from tests.browser import BROWSER, TRACEBACK, move_every_input
 
 ROOT = Path(__file__).resolve().parent.parent
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome on the PATH to drive JupyterLab with")
@@ -168,7 +168,7 @@ selector => {
 
 def test_tables_of_the_clinic_lead_to_their_cases(lab, page):
     address, token, _ = lab
-    page.goto(f"{address}/lab/tree/notebooks/12_troubleshooting_clinic.ipynb?reset&token={token}")
+    page.goto(f"{address}/lab/tree/notebooks/14_troubleshooting_clinic.ipynb?reset&token={token}")
     page.get_by_text("Python 3 (ipykernel) | Idle").wait_for(timeout=60_000)
     page.wait_for_timeout(5000)  # until the cells in between have their heights
     page.get_by_role("link", name="Checkpointing by hand", exact=True).first.click()
@@ -188,12 +188,31 @@ def test_every_stored_chart_moves_without_a_kernel(lab, page):
     page.goto(f"{address}/lab/tree/notebooks/stored.ipynb?reset&token={token}")
     expect(page.get_by_text("scale 2^0: lost 100.0%, overflowed 0.0%")).to_be_visible(timeout=60_000)
     expect(page.locator(".jp-mod-dirty")).to_have_count(0)  # opening it changes nothing
-    move_every_input(page, 17)
+    move_every_input(page, 31)
     expect(page.get_by_text(re.compile(r"^scale 2.40: lost 0.0%, overflowed"))).to_be_visible()
     expect(page.get_by_text(re.compile(r"^step 0: the loss is multiplied by"))).to_be_visible()
 
 
-REST = ["02", "03", "05", "06", "07", "08", "09", "10", "11", "12"]
+def test_the_paste_box_answers_without_a_kernel(lab, page):
+    address, token, copy = lab
+    clinic = nbformat.read(ROOT / "notebooks" / "14_troubleshooting_clinic.ipynb", as_version=4)
+    clinic.cells = [cell for cell in clinic.cells if "messages.paste_box()" in cell.source]
+    clinic.metadata.language_info.version = platform.python_version()
+    nbformat.write(clinic, copy / "notebooks" / "pasted.ipynb")
+    page.goto(f"{address}/lab/tree/notebooks/pasted.ipynb?reset&token={token}")
+    field = page.get_by_role("searchbox", name="message")
+    field.fill(TRACEBACK, timeout=60_000)
+    expect(page.get_by_text("y = bilinear(left.to(bilinear.weight.dtype)")).to_be_visible()
+    expect(page.get_by_text("notebook 14, The classifier called later")).to_be_visible()
+    field.fill("something else")
+    expect(page.get_by_text("My step is not faster")).to_be_visible()
+    for word, answer in {"下溢": "Underflow: a number below", "loss scale": "The loss scale: fp16 needs one"}.items():
+        field.fill(word)
+        expect(page.get_by_text(answer)).to_be_visible()
+    assert not page.errors
+
+
+REST = ["02", "03", "05", "06", "07", "08", "09", "10", "11", "12", "13", "14"]
 
 
 @pytest.mark.parametrize("number", REST)

@@ -216,6 +216,49 @@ def test_progress_bar_can_be_hidden(monkeypatch, hidden):
     bar.close()
 
 
+def a_span(name, start, end, above=None, device="CPU", note=False):
+    kind = getattr(torch.autograd.DeviceType, device)
+    span = {"name": name, "time_range": SimpleNamespace(start=1000 * start, end=1000 * end)}
+    return SimpleNamespace(**span, cpu_parent=above, device_type=kind, is_user_annotation=note)
+
+
+def test_spans_are_parts_of_the_loop_outermost_ops_and_kernels_by_step():
+    linear = a_span("aten::linear", 1, 3)
+    events = [
+        linear,
+        a_span("aten::addmm", 1.5, 2, above=linear),
+        a_span("enumerate(DataLoader)", 0, 1),
+        a_span("forward", 0, 4),
+        a_span("backward", 4, 9),
+        a_span("aten::mm", 5, 6, above=a_span("MmBackward0", 4.5, 6.5)),
+        a_span("forward", 9, 12),
+        a_span("gemm", 10, 11, device="CUDA"),
+        a_span("forward", 9, 11, device="CUDA", note=True),
+        a_span("aten::zeros", -2, -1),  # before the first step
+    ]
+    found = measure.spans(events, ["forward", "backward"])
+    assert [*found[["part", "name", "phase", "step"]].itertuples(index=False, name=None)] == [
+        ("loop", "forward", "forward", 0),
+        ("ops", "aten::linear", "forward", 0),
+        ("loop", "backward", "backward", 0),
+        ("ops", "aten::mm", "backward", 0),
+        ("loop", "forward", "forward", 1),
+        ("kernels", "gemm", "forward", 1),
+    ]
+    assert found.start.tolist() == [0, 1, 4, 5, 9, 10] and found.end.tolist() == [4, 3, 9, 6, 12, 11]
+
+
+def test_spans_are_found_in_a_real_profile():
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        for _ in range(2):
+            with torch.profiler.record_function("forward"):
+                torch.nn.functional.linear(torch.ones(2, 3), torch.ones(4, 3)).relu()
+    found = measure.spans(profiler.events(), ["forward"])
+    ops = found[(found.part == "ops") & (found.step == 1)].name
+    assert {"aten::linear", "aten::relu"} <= {*ops} and "aten::addmm" not in {*ops}
+    assert (found[found.part == "loop"].step == [0, 1]).all()
+
+
 def test_kept_for_backward_counts_bytes_by_hand():
     model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Sigmoid())
     x = torch.randn(16, 8)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from helpers import hardware, measure, records
+from helpers.diagnose import NonFinite, audit, replay, watch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device (--gpu or --pretend CARD)")
 
@@ -107,3 +108,34 @@ def test_formats_with_units_are_those_of_the_generation():
         "TF32": capability >= (8, 0),
         "FP8": capability >= (8, 9),
     }
+
+
+def test_audit_watch_and_replay_on_a_gpu(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def build():
+        return torch.nn.Sequential(torch.nn.Linear(256, 64), torch.nn.Dropout(0.5), torch.nn.Linear(64, 1)).to(CUDA)
+
+    model, rows = build(), torch.randn(32, 256, device=CUDA)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cuda")
+    no_units = "no bfloat16 units" in str(audit(build().bfloat16()))
+    assert no_units == (torch.cuda.get_device_capability() < (8, 0))
+    with torch.autocast("cuda", torch.float16):
+        assert "autocast is on around this call" in str(audit(model))
+
+    def steps(*factors):
+        for factor in factors:
+            with torch.autocast("cuda", torch.float16):
+                scaler.scale(model(factor * rows).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+    with watch(model, optimizer, scaler, every=1) as seen:
+        steps(1, 1)
+    assert "backward was called under autocast" in str(seen)
+    with pytest.raises(NonFinite) as raised, watch(model, optimizer, scaler, every=1):
+        steps(1, 1e5)
+    origin = raised.value.origin
+    assert (origin.phase, origin.module, origin.op) == ("forward", "0", "_to_copy")
+    assert replay(raised.value.path, build())[:3] == origin[:3]

@@ -279,3 +279,16 @@ def test_names_find_their_colour():
     formats |= {"AMP": "fp16", "momentum": "optimizer", "becomes 0": "becomes 0"}
     assert {name: plots.color_of(name) for name in formats} == {name: COLORS[kind] for name, kind in formats.items()}
     assert plots.color_of("a sample") == plots.NEUTRAL
+
+
+def test_bars_have_a_tick_each_where_each_has_a_reference_of_its_own(figure):
+    ratios = pd.Series({"FP32 again": 1.0, "bf16: speed": 0.7, "bf16: errors": 1.1})
+    ticks = pd.Series({"FP32 again": 1.0, "bf16: speed": 1.0, "bf16: errors": 1.2})
+    drawn = figure(plots.bars, ratios, "Verdict", "FP32 = 1", low=ratios - 0.2, high=ratios + 0.2, reference=ticks)
+    axes = drawn.axes[0]
+    assert "FP32 = 1; hatched: the interval contains its tick" in texts(drawn)
+    assert [bool(bar.get_hatch()) for bar in axes.patches] == [True, False, True]
+    (marks,) = [part for part in axes.collections if len(part.get_offsets()) == 3]
+    assert marks.get_offsets().data.tolist() == [[1.0, 0], [1.0, 1], [1.2, 2]]
+    few = figure(plots.bars, ratios[1:2], "Verdict", "FP32 = 1", reference=ticks[1:2])
+    assert few.axes[0].get_xlim()[1] > 1, "the tick is within the picture"

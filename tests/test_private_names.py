@@ -30,22 +30,25 @@ NEEDED_BY = {
     "torch._C.DisableTorchFunctionSubclass": "check.mean_loss: a tensor that counts how often it is read",
     "torch._VF": "autocast.cast_policies: RNN ops that torch does not offer elsewhere",
     "torch._amp_update_scale_": "check.next_state: GradScaler's own rule",
+    "torch._foreach_norm": "diagnose: one kernel for all gradients",
     "torch._dynamo.config.fail_on_recompile_limit_hit": "notebook 08: no arm may run uncompiled, unseen",
-    "torch._functorch.config.backward_pass_autocast": "notebooks 05 and 12: the dtypes of a compiled backward",
-    "torch._scaled_mm": "notebook 11: a product in FP8",
+    "torch._dynamo.explain": "notebook 08: graph breaks, counted",
+    "torch._functorch.config.backward_pass_autocast": "notebook 14: the dtypes of a compiled backward",
     "torch._subclasses.fake_tensor.FakeTensorMode": "autocast, footprint; notebooks 04, 06, 12: tensors without memory",
     "torch.amp.GradScaler._get_growth_tracker": "check; notebook 03: the state of GradScaler",
     "torch.distributed._tools.mem_tracker.MemTracker": "test_footprint: torch's own count, to compare with",
     "torch.library._scoped_library": "test_autocast: a rule of the user's own",
+    "torch.distributed.fsdp.FSDPModule._get_fsdp_state": "diagnose: FSDP2's policy",
+    "torch.nn.Module()._compiled_call_impl": "diagnose: what `module.compile()` compiled",
     "torch.nn.Module()._forward_hooks": "check.first_bad: hooks that were left behind",
     "torch.nn.Module()._forward_pre_hooks": "check.first_bad: hooks that were left behind",
     "torch.nn.modules.module._global_forward_hooks": "check.first_bad: hooks that were left behind",
     "torch.nn.modules.module._global_forward_pre_hooks": "check.first_bad: hooks that were left behind",
     "torch.ops.aten._local_scalar_dense": "notebook 03: how often the CPU reads a value",
-    "torch.ops.aten._scaled_dot_product_efficient_attention": "footprint: fused attention in float32",
-    "torch.ops.aten._scaled_dot_product_flash_attention": "footprint: fused attention in 16 bits",
+    "torch.ops.aten._scaled_dot_product_efficient_attention": "autocast: fused attention in float32",
+    "torch.ops.aten._scaled_dot_product_flash_attention": "autocast: fused attention in 16 bits",
     "torch.ops.aten._to_copy": "autocast, footprint: the op that casts",
-    "torch.utils._python_dispatch.TorchDispatchMode": "autocast, footprint; notebooks 03 and 04: the ops that run",
+    "torch.utils._python_dispatch.TorchDispatchMode": "autocast, diagnose, footprint; 03 and 04: the ops that run",
     "torch.utils._pytree.tree_leaves": "autocast, footprint: the tensors in nested arguments",
 }
 
@@ -97,7 +100,7 @@ def last_part(name):
 @cache
 def used_names():
     """The private names that the suite uses, each with the file where it stands, and the names that it defines."""
-    used, own = set(), {"_repr_mimebundle_"}  # which IPython documents
+    used, own = set(), {"_repr_mimebundle_", "_fields", "_replace"}  # documented: IPython's, a NamedTuple's
     for where, source in sources():
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):

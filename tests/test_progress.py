@@ -38,7 +38,7 @@ def test_the_first_day_stays(file):
 
 def test_every_notebook_has_two_to_four_exercises(file):
     counts = check.progress().passed.str.removeprefix("0 of ").astype(int)
-    assert len(counts) == 12
+    assert len(counts) == 14
     assert counts.between(2, 4).all()
 
 
@@ -58,7 +58,7 @@ def test_json_of_another_form_is_named_and_kept(text, file, capsys):
     check.verdict(say)
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith("(Not noted in progress.json: ") and said[1] == "Right. 1 of 2 in this notebook."
-    assert len(check.progress()) == 12
+    assert len(check.progress()) == 14
     assert file.read_text() == text and list(file.parent.iterdir()) == [file]
 
 

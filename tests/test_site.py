@@ -13,9 +13,10 @@ import pytest
 from bs4 import BeautifulSoup
 from playwright.sync_api import expect
 
+from helpers import messages
 from helpers.bitview import BitView
 from helpers.formats import FORMATS
-from tests.browser import BROWSER, move_every_input
+from tests.browser import BROWSER, TRACEBACK, move_every_input
 from tools.execute import NOTEBOOKS
 
 ROOT = NOTEBOOKS.parent
@@ -100,9 +101,15 @@ def test_every_figure_has_a_text_of_its_own(pages):
         ("00_start_here", 1),
         ("02_rounding_and_range", 3),
         ("03_loss_scaling", 4),
-        ("06_predict_memory_and_speed", 5),
+        ("04_autocast_op_tables", 1),
+        ("05_amp_training_loop", 7),
+        ("06_predict_memory_and_speed", 9),
         ("07_fp32_vs_amp_experiment", 1),
         ("08_faster_training", 3),
+        ("09_distributed_amp", 1),
+        ("12_language_models", 2),
+        ("13_inference", 1),
+        ("14_troubleshooting_clinic", 1),
     ],
 )
 def test_charts_move_on_the_site_from_a_file_and_on_a_phone(site, page, name, inputs):
@@ -111,10 +118,65 @@ def test_charts_move_on_the_site_from_a_file_and_on_a_phone(site, page, name, in
     move_every_input(page, inputs)
 
 
+def test_every_message_has_a_page_that_is_named_after_it_and_listed(site, pages):
+    listed = {link["href"] for link in pages[site / "errors" / "index.html"].select("article a.internal")}
+    for entry in messages.load().itertuples():
+        page = pages[site / "errors" / f"{entry.slug}.html"]
+        assert (
+            " ".join(entry.message.split()) in " ".join(page.title.get_text().split()) and entry.fix in page.get_text()
+        )
+        links = {link["href"] for link in page.select("article a.internal")}
+        assert {"index.html", "../notebooks/14_troubleshooting_clinic.html#paste-the-message"} < links
+        assert f"{entry.slug}.html" in listed
+    assert len(list((site / "errors").iterdir())) == len(messages.load()) + 1
+    clinic = pages[site / "notebooks" / "14_troubleshooting_clinic.html"]
+    assert clinic.select('section#paste-the-message a[href="../errors/index.html"]')
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome on the PATH")
+def test_a_message_pasted_on_a_phone_leads_to_its_case_and_another_to_its_page(site, page):
+    page.set_viewport_size({"width": 390, "height": 844})
+    page.goto(f"file://{site}/notebooks/14_troubleshooting_clinic.html#paste-the-message")
+    field = page.get_by_role("searchbox", name="message")
+    field.fill("Traceback (most recent call last): RuntimeError: expected scalar type BFloat16 but found Half")
+    expect(page.get_by_text("with torch.autocast(x.device.type, torch.bfloat16): y = op(x, w)")).to_be_visible()
+    page.get_by_text("notebook 14, The classifier called later").click()
+    page.wait_for_url("**/14_troubleshooting_clinic.html#the-classifier-called-later")
+    field.fill("ValueError: Attempting to unscale FP16 gradients. expected scalar type Float but found Double")
+    page.get_by_text("also: expected scalar type Float but found Half").click()
+    page.wait_for_url("**/errors/expected-scalar-type-float-but-found-half.html")
+    page.get_by_role("link", name="Paste another message").click()
+    page.wait_for_url("**/14_troubleshooting_clinic.html#paste-the-message")
+    field.fill("something else")
+    expect(page.get_by_text("Not known here.")).to_be_visible()
+    page.locator("svg").get_by_text("My step is not faster").click()
+    page.wait_for_url("**/14_troubleshooting_clinic.html#my-step-is-not-faster")
+    assert not page.errors
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome on the PATH")
+def test_a_whole_traceback_leads_to_the_page_of_its_error_and_words_to_a_chart(site, page):
+    page.goto(f"file://{site}/notebooks/14_troubleshooting_clinic.html#paste-the-message")
+    field = page.get_by_role("searchbox", name="message")
+    field.fill(TRACEBACK)
+    expect(page.get_by_text("y = bilinear(left.to(bilinear.weight.dtype)")).to_be_visible()
+    expect(page.get_by_text("also: `torch.cuda.amp.autocast(args...)` is deprecated.")).to_be_visible()
+    page.get_by_text("the page of this message").click()
+    page.wait_for_url("**/errors/all-tensors-must-have-the-same-dtype-bilinear.html")
+    page.get_by_role("link", name="Paste another message").click()
+    field.fill("显存不足")
+    page.locator("svg").get_by_text("My memory did not drop").click()
+    page.wait_for_url("**/14_troubleshooting_clinic.html#my-memory-did-not-drop")
+    assert not page.errors
+
+
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome on the PATH")
 def test_no_page_is_wider_than_a_phone_or_logs_an_error(pages, page):
     page.set_viewport_size({"width": 390, "height": 844})
-    for path in pages:
+    errors = sorted(
+        (path for path in pages if path.parent.name == "errors"), key=lambda path: len(pages[path].get_text())
+    )
+    for path in pages.keys() - errors[:-5]:  # the longest five of them
         page.goto(f"file://{path}")
         assert page.evaluate("document.documentElement.scrollWidth") == 390, path.name
         assert not page.errors, path.name

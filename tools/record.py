@@ -47,8 +47,8 @@ class Stage:
         return [cell for cell in code[: last + 1] if not any(words in cell.source for words in self.without)]
 
 
-TIMED_07 = "measure.fitting_batch(", "measure.summary(", "measure.kept_for_backward(", "min(shares", "measure.energy("
-TIMED_08 = '"loader alone"', "explore.timeline(", "torch.profiler", "def rate(", "shown.index[", '"no backward"'
+TIMED_07 = "measure.fitting_batch(", "measure.summary(", "measure.energy("
+TIMED_08 = "explore.timeline(", "torch.profiler", "stages = {"
 TIPS, DATA_PATH = 'keep("tips"', 'keep("data path"'
 STAGES = [
     Stage("04 casts", "04", 'records.keep("04 casts"'),
@@ -59,7 +59,7 @@ STAGES = [
     Stage("08 data path", "08", DATA_PATH, (*TIMED_08, TIPS)),
 ]
 for first in range(0, LADDER, 2):
-    without = (*TIMED_08, TIPS, DATA_PATH, "speed = measure.summary(loading", "def new_pages(")
+    without = (*TIMED_08, TIPS, DATA_PATH)
     settings = f"COMPARISONS = slice({first}, {first + 2})"
     STAGES.append(Stage(f"08 ladder, from {first}", "08", 'keep("ladder"', without, settings))
 STAGES.append(Stage("11 float8", "11", 'records.keep("11 own float8"'))

@@ -16,9 +16,10 @@ from tools.execute import NOTEBOOKS
 SCREEN, LINE = 27, 24  # lines of text on a slide of 1440 x 810, with some room; pixels a line
 WIDE, TALL = 1224, 580  # pixels to which the slides' template enlarges a figure, at most
 FIGURE_ONLY = "figure-only"  # jupyter_nbconvert_config.json knows the tag
+TAG = re.compile(r"<[^<>]+>")
 FOLDED = re.compile(r"<details>.*?</details>", re.DOTALL)
 FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
-SHOWN = re.compile(r"^(<details>|\||>|```)", re.MULTILINE)  # more than prose: answers, tables, quotations, code
+SHOWN = re.compile(r"^(<details>|<div|\||>|```)", re.MULTILINE)  # more than prose: answers, charts, tables, code
 HEADING = re.compile(r"^##? ", re.MULTILINE)
 
 
@@ -40,7 +41,7 @@ def cut(cell):
 def height(cell):
     """About how many lines a cell takes on a slide, its outputs included and what is folded left out."""
     if cell.cell_type == "markdown":
-        blocks = FOLDED.sub("folded", cell.source)
+        blocks = TAG.sub("", FOLDED.sub("folded", cell.source))
         return sum(ceil(len(line) / 110) * (2 if line.startswith("#") else 1) or 0.6 for line in blocks.splitlines())
     lines = 0 if FIGURE_ONLY in cell.metadata.get("tags", []) else len(cell.source.splitlines()) + 1
     for output in cell.outputs:

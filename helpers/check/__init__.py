@@ -6,12 +6,14 @@
 from helpers.check import passed as _passed
 from helpers.check.amp_training_loop import accumulated_step, clipped_step
 from helpers.check.autocast_op_tables import paste, rms_norm
-from helpers.check.beyond_fp16 import block_exponent, next_scale, to_e5m2
+from helpers.check.beyond_fp16 import block_exponent, tile_amax, to_e5m2
 from helpers.check.distributed_amp import bytes_sent, mean_over_processes, shard
 from helpers.check.faster_training import mean_loss, read_batch, to_float01
 from helpers.check.fp16_bit_layout import decode_fp16, encode_fp16, limits
 from helpers.check.fp32_vs_amp_experiment import bf16_step, verdict
-from helpers.check.library_integrations import optimizer_steps, translate, unscale_and_clip
+from helpers.check.inference import importance_ratio, in_four_bits
+from helpers.check.language_models import moves, rotated, token_loss
+from helpers.check.library_integrations import in_torch, optimizer_steps, translate
 from helpers.check.loss_scaling import largest_scale, next_state
 from helpers.check.predict_memory_and_speed import batch_that_fits, best_time, kept_bytes
 from helpers.check.rounding_and_range import kahan_sum, rms, smallest_step
@@ -27,8 +29,10 @@ EXERCISES = {  # in the order of the notebooks
     "fp32 vs amp experiment": (verdict, bf16_step),
     "faster training": (to_float01, mean_loss, read_batch),
     "distributed amp": (shard, bytes_sent, mean_over_processes),
-    "library integrations": (translate, unscale_and_clip, optimizer_steps),
-    "beyond fp16": (block_exponent, to_e5m2, next_scale),
+    "library integrations": (in_torch, optimizer_steps, translate),
+    "beyond fp16": (block_exponent, to_e5m2, tile_amax),
+    "language models": (rotated, moves, token_loss),
+    "inference": (in_four_bits, importance_ratio),
     "troubleshooting clinic": (first_bad, case_of, mended_step),
 }
 

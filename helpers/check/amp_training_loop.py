@@ -42,11 +42,12 @@ def _fp16_step(model, optimizer, scaler, parts, device_type, dtype, max_norm=mat
     """One step over a batch in parts, right or with a fault; returns the norm of the gradients."""
     if fault != "no zero_grad":
         optimizer.zero_grad()
+    whole = sum(len(images) for images, _ in parts)
     for images, labels in parts:
         with torch.autocast(device_type, dtype, enabled=fault != "no autocast"):
             loss = binary_cross_entropy_with_logits(model(images), labels)
-        divisor = {"not divided": 1, "divided by 4": 4}.get(fault, len(parts))
-        scaler.scale(loss / divisor).backward()
+        share = {"not weighed": 1, "equal shares": 1 / len(parts)}.get(fault, len(images) / whole)
+        scaler.scale(loss * share).backward()
         if fault == "a step for each part":
             scaler.step(optimizer)
             scaler.update()
@@ -74,9 +75,9 @@ def _with(fault):
     return step
 
 
-def _accumulated(answer, count, infinite):
+def _accumulated(answer, sizes, infinite):
     def step(model, optimizer, scaler, images, labels):
-        parts = list(zip(images.chunk(count), labels.chunk(count)))
+        parts = list(zip(images.split(sizes), labels.split(sizes)))
         answer(model, optimizer, scaler, parts, "cpu", torch.float16)
 
     return _seen(step, infinite)
@@ -94,16 +95,16 @@ _FAULTS = {  # of either step, by the hint that names them
 
 
 @exercise(
-    cases=[(4, False), (2, False), (4, True)],
+    cases=[([2, 2, 2, 2], False), ([5, 3], False), ([4, 3, 1], True)],
     mistakes={
         **{hint: _with(fault) for hint, fault in _FAULTS.items()},
         "Step and update once, when all parts are done.": _with("a step for each part"),
-        "Divide each loss by len(parts): the batch's loss is the mean of theirs.": _with("not divided"),
-        "There are len(parts) parts, not always 4.": _with("divided by 4"),
+        "Each loss is the mean of its part: multiply it by the part's share of the batch.": _with("not weighed"),
+        "The parts differ in size: the larger the part, the more its loss counts.": _with("equal shares"),
     },
     observe=_accumulated,
     same=_near,
-    show=lambda count, infinite: f"a batch in {count} parts{', an infinity in one,' if infinite else ''}",
+    show=lambda sizes, infinite: f"a batch in parts of {sizes}{', an infinity in one,' if infinite else ''}",
 )
 def accumulated_step(model, optimizer, scaler, parts, device_type, dtype):
     """`accumulated_step(model, optimizer, scaler, parts, device_type, dtype)` does one fp16 step over a batch."""

@@ -1,11 +1,11 @@
 """Exercises of the notebook on formats beyond fp16."""
 
-import functools
 import math
 
 import torch
+from torch.nn import functional
 
-from helpers.check.exercise import Reply, equal, exercise
+from helpers.check.exercise import Reply, exercise
 from helpers.formats import FORMATS
 
 _E4M3, _FP4 = "fp8_e4m3fn", "fp4_e2m1fn"
@@ -80,38 +80,30 @@ def to_e5m2(x, noise):
     return _with_noise(_clamped(x), noise)
 
 
-def _is_of_use(history):
-    return max(history) > 0 and all(map(math.isfinite, history))
+def _tiles(x, rows, columns):
+    padded = functional.pad(x, (0, -x.shape[1] % columns, 0, -x.shape[0] % rows))
+    return padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
 
 
 @exercise(
-    cases=[
-        ([1.0, 7.0, 2.0], 0),
-        ([0.5], 0),
-        ([3.0, 0.0], 2),
-        ([1.0, math.inf], 0),
-        ([math.nan, 2.0], 0),
-        ([2.0, math.nan], 0),
-        ([0.0, 0.0], 0),
+    cases=lambda: [
+        (torch.tensor([[1.0, -7.0, 2.0], [4.0, 5.0, -6.0], [-3.0, -2.0, -8.0]]), rows, columns)
+        for rows, columns in ((1, 3), (3, 1), (1, 2), (2, 2), (2, 3), (4, 4))
     ],
     mistakes={
-        "Keep the old scale where the history holds an infinity, NaN or nothing but zeros.": (
-            lambda history, scale, margin: 448 / 2**margin / max(history) if max(history) else scale
+        "The largest absolute value: -7 counts as 7.": lambda x, rows, columns: _tiles(x, rows, columns).amax((1, 3)),
+        "A tile has rows and columns: take the largest over both.": lambda x, rows, columns: (
+            _tiles(x, rows, columns).abs().amax(3).flatten(0, 1)
         ),
-        "That is the way back: 448 over the amax.": lambda history, scale, margin: (
-            max(history) / 448 * 2**margin if _is_of_use(history) else scale
+        "One number a tile: the sizes of 1 should go.": lambda x, rows, columns: (
+            _tiles(x, rows, columns).abs().amax((1, 3), keepdim=True)
         ),
-        "The margin leaves room: divide by 2^margin.": lambda history, scale, margin: (
-            448 / max(history) if _is_of_use(history) else scale
-        ),
-        "The largest of the history counts, not the last.": lambda history, scale, margin: (
-            448 / 2**margin / history[-1] if _is_of_use(history) and history[-1] else scale
+        "What is left over at the right and below is a tile too.": lambda x, rows, columns: (
+            _tiles(x[: len(x) // rows * rows, : x.shape[1] // columns * columns], rows, columns).abs().amax((1, 3))
         ),
     },
-    observe=lambda answer, history, margin: float(answer(list(history), 7.0, margin)),
-    same=functools.partial(equal, rel=1e-6),
-    show=lambda history, margin: f"the history {history}, the old scale 7 and the margin {margin}",
+    show=lambda x, rows, columns: f"{x.tolist()} in tiles of {rows} x {columns}",
 )
-def next_scale(history, scale, margin):
-    """`next_scale(history, scale, margin)` is the next scale for E4M3; the old one if the history is of no use."""
-    return 448 / 2**margin / max(history) if _is_of_use(history) else scale
+def tile_amax(x, rows, columns):
+    """`tile_amax(x, rows, columns)` is the largest absolute value of each tile of a matrix of any size."""
+    return _tiles(x, rows, columns).abs().amax((1, 3))

@@ -1,11 +1,10 @@
 """Exercises of the notebook on libraries."""
 
-import functools
 import math
 
 import torch
 
-from helpers.check.exercise import called, equal, exercise
+from helpers.check.exercise import called, exercise
 
 
 def _translated(old, levels=True, cpu=True, use_amp=True):
@@ -59,44 +58,6 @@ def translate(old):
     return _translated(old)
 
 
-_EXACT = [torch.tensor([3.0, 0.0]), torch.tensor([[4.0]]), torch.zeros(2)]  # of norm 5
-
-
-def _clipped(gradients, max_norm):
-    norm = math.sqrt(sum(gradient.square().sum().item() for gradient in gradients))
-    return [gradient * min(1.0, max_norm / norm) for gradient in gradients]
-
-
-def _unscaled(gradients, scale):
-    return [gradient / scale for gradient in gradients]
-
-
-@exercise(
-    cases=[(1024.0, 1.0), (65536.0, 100.0)],
-    mistakes={
-        "They are still scaled.": lambda gradients, scale, max_norm: _clipped(gradients, max_norm * scale),
-        "You clip first: the norm is then that of the scaled gradients.": lambda gradients, scale, max_norm: _unscaled(
-            _clipped(gradients, max_norm), scale
-        ),
-        "Nothing is clipped: the norm of all together is 5.": lambda gradients, scale, max_norm: _unscaled(
-            gradients, scale
-        ),
-        "A norm below max_norm should be left as it is.": lambda gradients, scale, max_norm: (
-            [gradient / scale * max_norm / 5 for gradient in gradients]
-        ),
-        "One norm, of all together, gives one factor for all.": lambda gradients, scale, max_norm: (
-            [_clipped([g], max_norm)[0] if g.any() else g for g in _unscaled(gradients, scale)]
-        ),
-    },
-    observe=lambda answer, scale, max_norm: tuple(answer([g * scale for g in _EXACT], scale, max_norm)),
-    same=functools.partial(equal, rel=1e-4),
-    show=lambda scale, max_norm: f"gradients [3, 0], [[4]] and [0, 0], times {scale:g}, and max_norm {max_norm:g}",
-)
-def unscale_and_clip(gradients, scale, max_norm):
-    """`unscale_and_clip(gradients, scale, max_norm)` are the gradients unscaled, then clipped by their global norm."""
-    return _clipped(_unscaled(gradients, scale), max_norm)
-
-
 @exercise(
     cases=[(1797, 64, 1, 1), (1792, 64, 4, 2), (1797, 64, 3, 4), (5, 8, 4, 3)],
     mistakes={
@@ -113,3 +74,46 @@ def unscale_and_clip(gradients, scale, max_norm):
 def optimizer_steps(images, batch, k, epochs):
     """`optimizer_steps(images, batch, k, epochs)` are the steps when every epoch ends with one."""
     return math.ceil(math.ceil(images / batch) / k) * epochs
+
+
+def _in_torch(config, off=False, fixed=True, power=True, autocast=True):
+    """DeepSpeed's blocks in torch's terms, right or with a rule left out."""
+    blocks = {name: config.get(name, {}) for name in ("fp16", "bf16", "torch_autocast")}
+    on = next((name for name, block in blocks.items() if block.get("enabled", off) or (off and block)), None)
+    answer = {"weights": torch.float32, "autocast": None, "scale": 1}
+    if on == "fp16":
+        dynamic = 2 ** (blocks[on].get("initial_scale_power", 16) if power else 16)
+        answer |= {"weights": torch.float16, "scale": (fixed and blocks[on].get("loss_scale", 0)) or dynamic}
+    elif on == "bf16":
+        answer["weights"] = torch.bfloat16
+    elif on:
+        answer["autocast"] = getattr(torch, blocks[on]["dtype"])
+        answer["scale"] = 65536 if answer["autocast"] == torch.float16 else 1
+        answer["weights"] = torch.float32 if autocast else answer["autocast"]
+    return answer
+
+
+@exercise(
+    cases=[
+        ({},),
+        ({"fp16": {"enabled": True, "loss_scale": 0}},),
+        ({"fp16": {"enabled": True, "loss_scale": 128}},),
+        ({"fp16": {"enabled": True, "initial_scale_power": 12}},),
+        ({"fp16": {"enabled": False, "loss_scale": 128}, "bf16": {"enabled": True}},),
+        ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},),
+        ({"torch_autocast": {"enabled": True, "dtype": "float16"}},),
+    ],
+    mistakes={
+        "A loss_scale that is not 0 is the scale.": lambda config: _in_torch(config, fixed=False),
+        "A dynamic scale begins at 2 to the power that initial_scale_power says.": lambda config: _in_torch(
+            config, power=False
+        ),
+        "A block that is not enabled says nothing.": lambda config: _in_torch(config, off=True),
+        "torch_autocast leaves the weights in float32.": lambda config: _in_torch(config, autocast=False),
+        "Only fp16 needs a scale: elsewhere it is 1.": lambda config: _in_torch(config) | {"scale": 65536},
+    },
+    show=str,
+)
+def in_torch(config):
+    """`in_torch(config)` says of a DeepSpeed configuration: the dtypes of weights and autocast, and the first scale."""
+    return _in_torch(config)

@@ -112,7 +112,7 @@ _LOGS = {
         "The weights change, so nothing is absorbed or skipped. Which weights does forward see?",
     ),
     "D": (["Clipped to a small norm", "The clipping hook"], "A norm of 80,000 before clipping: of which gradients?"),
-    "E": (["A loss of squares", "Finite outputs and an infinite loss"], "The modules are well. What comes after them?"),
+    "E": (["A loss of squares"], "The modules are well. What comes after them?"),
 }
 
 

@@ -14,6 +14,7 @@ from sphinx.util.logging import getLogger
 from vl_convert import javascript_bundle
 
 from helpers.formats import FORMATS
+from tools.site import errors
 
 HERE = Path(__file__).resolve().parent
 
@@ -21,7 +22,8 @@ project = "Half the Bits"
 copyright = "the authors: text and figures CC BY 4.0, code MIT"
 extensions = ["myst_nb"]
 root_doc = "README"
-include_patterns = ["README.md", "CHANGELOG.md", "GLOSSARY.md", "data/README.md", "docs/*.md", "notebooks/*.ipynb"]
+include_patterns = ["README.md", "CHANGELOG.md", "GLOSSARY.md", "data/README.md", "docs/*.md", "errors/*.md"]
+include_patterns += ["notebooks/*.ipynb"]
 exclude_patterns = [".*", "site"]
 
 nb_execution_mode = "off"
@@ -53,6 +55,7 @@ CONTENTS = """
 :glob:
 
 {notebooks}
+errors/index
 [!R]*
 docs/*
 data/README
@@ -72,6 +75,7 @@ def adapt(app, name, source):
         landing = (HERE / "landing.html").read_text(encoding="utf-8")
         source[0] = source[0].replace("```bash", f"{landing}```bash", 1)
     source[0] = re.sub(r"\.ipynb#[\w-]+", lambda link: link[0].lower(), source[0])
+    source[0] = source[0].replace("../data/messages.toml", "../errors/index.md")
     if VEGA_LITE in source[0] or EXPLORER in source[0]:
         notebook = json.loads(source[0])
         for cell in notebook["cells"]:
@@ -85,8 +89,12 @@ def adapt(app, name, source):
 
 
 def chart(output):
-    """HTML from which vega.js draws a stored chart."""
-    spec = json.dumps(output["data"][VEGA_LITE]).replace("</", "<\\/")
+    """HTML from which vega.js draws a stored chart, whose links lead somewhere here."""
+    spec = output["data"][VEGA_LITE]
+    for parameter in spec.get("params", []):
+        if parameter["name"] == "site":
+            parameter["value"] = True
+    spec = json.dumps(spec).replace("</", "<\\/")
     options = escape(json.dumps(output["metadata"].get(VEGA_LITE, {}).get("embed_options", {})))
     return CHART.format(kind=VEGA_LITE, options=options, spec=spec)
 
@@ -138,6 +146,7 @@ def open_at_readme(app, error):
 
 def setup(app):
     app.connect("builder-inited", write_scripts)
+    app.connect("builder-inited", lambda app: errors.write_pages(Path(app.srcdir) / "errors"))
     app.connect("source-read", adapt)
     app.connect("doctree-read", describe_figures)
     app.connect("build-finished", open_at_readme)
