@@ -471,12 +471,10 @@ def timeline(rows, parts, inputs, title):
     work, device = list(dict.fromkeys(rows.work)), parts[-1]
     chosen = [choice(name, text, list(dict.fromkeys(rows[name])), rows[name].iloc[0]) for name, text in inputs.items()]
     rows = rows.assign(length=rows.end - rows.start).round(3)
-    base = alt.Chart(
-        rows
-        if inputs
-        else rows.assign(says=rows.name.where((rows.work == work[0]) & (rows.length > 0.05 * rows.end.max()), ""))
-    )
-    base = base.transform_filter(" && ".join(f"datum.{name} == {name}" for name in inputs) or "true")
+    if not inputs:
+        room = (rows.work == work[0]) & (rows.length > 0.05 * rows.end.max())
+        rows["says"] = rows.name.where(room, "")
+    base = alt.Chart(rows).transform_filter(" && ".join(f"datum.{name} == {name}" for name in inputs) or "true")
     x = alt.X("start:Q", title="ms", scale=alt.Scale(domain=[0, float(rows.end.max())], nice=False))
     y = alt.Y("part:N", title=None, scale=alt.Scale(domain=parts))
     # Light enough for dark digits; the last work is the device's.
@@ -487,7 +485,7 @@ def timeline(rows, parts, inputs, title):
     mine = mine.transform_calculate(start="0", part=f"'{device}'", work="'idle'")
     mine = mine.transform_calculate(pace="(datum.end - datum.first) / (datum.steps - 1)")
     idle = mine.mark_bar().encode(x, y, x2="end:Q", color=color)
-    edge = alt.condition(f"{str(bool(inputs)).lower()} || datum.part != '{device}'", alt.value(1), alt.value(0))
+    edge = alt.value(1) if inputs else alt.condition(f"datum.part != '{device}'", alt.value(1), alt.value(0))
     bars = base.mark_bar(stroke="white").encode(x, y, x2="end:Q", color=color, strokeWidth=edge)
     bars = bars if inputs else bars.encode(tooltip=["name:N", "length:Q"])
     middle = base.transform_calculate(start="(datum.start + datum.end) / 2")

@@ -30,9 +30,8 @@ MOVE = """input => {
 def move_every_input(page, count):
     """Move each slider of the page's charts to its other end, choose another of each list and each row of buttons,
     turn each switch, write into each field; what the chart draws and writes must change."""
-    page.evaluate(
-        "document.querySelectorAll('details').forEach(each => { each.open = true })"
-    )  # answers of predictions
+    # Also those in the answers of predictions.
+    page.evaluate("document.querySelectorAll('details').forEach(each => { each.open = true })")
     inputs = page.locator(".vega-bind")
     expect(inputs).to_have_count(count, timeout=60_000)
     for number in range(count):

@@ -362,6 +362,14 @@ def test_a_bad_backward_names_module_and_op_or_the_loss():
     assert error.origin[:3] == ("backward", "", "sqrt") and "its result is 0 at 32 of 32 places" in str(error)
 
 
+def test_a_norm_that_overflows_in_fp16_is_no_bad_gradient():
+    model = nn.Linear(8, 64).half()
+    with pytest.raises(NonFinite) as caught, watch(model, sgd(model), save=None):
+        output = model(torch.ones(64, 8).half())
+        (3000 * output.float()).sum().backward()  # each weight sums 64 gradients of 3,000
+    assert caught.value.origin.phase == "backward" and "bad already" not in str(caught.value)
+
+
 @pytest.mark.parametrize("dtype", [None, BF16])
 def test_divergence_is_told_from_an_overflow(dtype):
     model = network()
@@ -690,6 +698,12 @@ def stepped_directly(run):
     run.optimizer.step()
 
 
+def stepped_again(run):
+    run.backward(run.mine.scale(run.loss()))
+    run.mine.step(run.optimizer)
+    run.optimizer.step()
+
+
 def clipped_first(run):
     run.backward(run.mine.scale(run.loss()))
     nn.utils.clip_grad_norm_(run.model.parameters(), 0.5)
@@ -743,6 +757,7 @@ class Run:
         (scaled_twice, "scaler.scale is called twice on the same loss", True),
         (not_scaled, "on a loss that scaler.scale has not seen", True),
         (stepped_directly, "without scaler.step or unscale_", False),
+        (stepped_again, "is called again after scaler.step", True),
         (clipped_first, "between backward and unscale_", True),
         (clipped_first, "scaler.update is never called", False),
         (unscaled_twice, "unscale_ is called on gradients that it unscaled already", True),
