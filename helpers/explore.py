@@ -578,15 +578,18 @@ def ring(held, title):
     show(chart, f"What {world} processes have of {world} parts, with a slider: {title}. The slider moves the step.")
 
 
-def switches(lines, runs, title):
+def switches(lines, runs, title, off=()):
     """A loop with a switch a line: what each line leaves in the gradients, and above the loop how it ends.
 
     `lines` are pairs: a line, and what stands there without it ("": nothing). `runs` maps a tuple of 0 and 1, one a
     line, to `(sizes, says)`: the size of the gradients after each line that is reached (1: true, 0: there are none),
-    and a sentence.
+    and a sentence. `off`: the numbers of the lines that are off at first.
     """
     names = [f"line{'abcdefghijklm'[row]}" for row in range(len(lines))]
-    inputs = [alt.param(name, value=True, bind=alt.binding_checkbox(name=pair[0])) for name, pair in zip(names, lines)]
+    inputs = [
+        alt.param(name, value=row not in off, bind=alt.binding_checkbox(name=pair[0]))
+        for row, (name, pair) in enumerate(zip(names, lines))
+    ]
     rows = pd.DataFrame([{"row": row, "on": on, "off": off or f"# {on}"} for row, (on, off) in enumerate(lines)])
     ends = [{"key": "".join(map(str, on)), "left": [*map(_size, sizes)], "says": s} for on, (sizes, s) in runs.items()]
     base = alt.Chart(rows).transform_calculate(key=" + ".join(["''", *(f"({name} ? 1 : 0)" for name in names)]))

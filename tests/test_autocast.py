@@ -238,6 +238,16 @@ def test_trace_leaves_autocast_as_it_was_even_after_an_error():
     assert casts_of(trace_casts(layer, torch.randn(2, 4))) == casts_of(trace_casts(layer, torch.randn(2, 4)))
 
 
+@pytest.mark.parametrize("name", ["Bert", "GPT2", "Llama"])
+def test_models_of_hugging_face_are_traced_as_they_are(name):
+    import transformers
+
+    config = getattr(transformers, f"{name}Config")(num_hidden_layers=2, hidden_size=48, num_attention_heads=4)
+    trace = trace_casts(getattr(transformers, f"{name}Model")(config), torch.zeros(2, 16, dtype=torch.long))
+    assert trace.casts.str.contains("activation float32 -> float16").any()
+    assert "float16" in trace.output.values
+
+
 def test_trace_of_the_running_example():
     model = timm.create_model("tf_efficientnet_b0", num_classes=1)
     table = trace_casts(model, torch.empty(32, 3, 512, 384))
