@@ -152,8 +152,8 @@ def steps(run, title, interval):
     step = slider("step", "step ", list(data.step), int(data.step.iloc[-1]))
     base = alt.Chart(data[["step", "log2", "fate", "says", "head"]])
     past = base.transform_filter("datum.step <= step")
-    x = alt.X("step:Q", scale=alt.Scale(domain=[0, len(data)], nice=False))
-    y = alt.Y("log2:Q", title="log2 of the scale", scale=alt.Scale(zero=False))
+    x = alt.X("step:Q", scale=alt.Scale(domain=[-1, len(data)], nice=False))
+    y = alt.Y("log2:Q", title="log2 of the scale", scale=alt.Scale(zero=False, padding=8))
     names = ["normal", "overflows"]
     color = alt.Color("fate:N", scale=alt.Scale(domain=names, range=[COLORS[name] for name in names]), legend=None)
     line = past.mark_line(interpolate="step-after", color=NEUTRAL, strokeWidth=2).encode(x, y)
