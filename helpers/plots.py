@@ -171,11 +171,8 @@ def bars(values, title, unit, low=None, high=None, reference=None, named="", kin
         undecided = (low <= reference) & (reference <= high)
         colors = ["0.75" if grey else color for grey, color in zip(undecided, colors)]
         hatches = ["//" if grey else "" for grey in undecided]
-        unit += (
-            f"; hatched: the interval contains {'its tick' if len(ticks) else f'{reference:g}'}"
-            if undecided.any()
-            else ""
-        )
+        holds = "its tick" if len(ticks) else f"{reference:g}"
+        unit += f"; hatched: the interval contains {holds}" if undecided.any() else ""
     error = None if low is None else [(values - low).clip(lower=0), (high - values).clip(lower=0)]
     look = {"color": colors, "hatch": hatches, "ecolor": "#333333", "edgecolor": "white", "linewidth": 0}
     drawn = axes.barh(values.index, values, xerr=error, capsize=4, height=0.65, **look)
