@@ -12,7 +12,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from playwright.sync_api import expect
+from playwright.sync_api import Error, expect
 
 from tests.browser import BROWSER, TRACEBACK, move_every_input
 
@@ -171,8 +171,14 @@ def test_tables_of_the_clinic_lead_to_their_cases(lab, page):
     page.goto(f"{address}/lab/tree/notebooks/14_troubleshooting_clinic.ipynb?reset&token={token}")
     page.get_by_text("Python 3 (ipykernel) | Idle").wait_for(timeout=60_000)
     page.wait_for_timeout(5000)  # until the cells in between have their heights
-    page.get_by_role("link", name="Checkpointing by hand", exact=True).first.click()
-    page.wait_for_function(IS_NEAR, arg='[data-jupyter-id="Checkpointing-by-hand"]', timeout=30_000)
+    link = page.get_by_role("link", name="Checkpointing by hand", exact=True).first
+    for more in (2, 1, 0):  # on a busy machine the cells in between get their heights late: then a reader clicks again
+        link.click()
+        try:
+            page.wait_for_function(IS_NEAR, arg='[data-jupyter-id="Checkpointing-by-hand"]', timeout=20_000)
+            break
+        except Error:  # too late
+            assert more, "three clicks did not lead to the case"
     page.wait_for_function("document.querySelectorAll('.jp-InputPlaceholder').length > 10", timeout=30_000)  # fixes
     assert not page.errors
 
