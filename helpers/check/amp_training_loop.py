@@ -33,7 +33,7 @@ def _seen(step, infinite):
         "the movement of the weight": model.weight.detach() - before,
     }
     if not infinite:
-        seen["the number of calls of scaler.update()"] = scaler._get_growth_tracker()
+        seen["the number of calls of scaler.update()"] = scaler.state_dict()["_growth_tracker"]
         seen["the norm"] = norm
     return seen
 
