@@ -26,7 +26,7 @@ GENERATIONS = pd.DataFrame(
         (
             "Blackwell",
             "2024",
-            "10.x, 11.0, 12.x",
+            "10.0, 10.3, 11.0, 12.x",
             "B200, RTX 5090",
             "fp16 bf16 TF32 FP8 FP6 FP4",
             "block scales: MXFP8, NVFP4",
