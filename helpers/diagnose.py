@@ -308,6 +308,9 @@ def _states(model, optimizers, scaler):
             yield likely(f"{name}'s second moment in bf16", "exp_avg_sq", cost)
         if rate == 0 or not math.isfinite(rate):
             yield (certain if rate else note)(f"a learning rate of {rate:g}", name)
+        if low := [key for key, each in group.items() if isinstance(each, torch.Tensor) and each.dtype in SIXTEEN]:
+            cost = "A schedule's small factors are rounded away: it stands still, or jumps. Keep it in FP32."
+            yield likely(f"{name}'s settings as tensors of 16 bits", low, cost)
 
 
 def _training(model, optimizers, scaler):
@@ -685,7 +688,7 @@ def _again(model, saved, ops):
             torch.cuda.set_rng_state(state.cpu(), device)
         around.enter_context(ops)
         with torch.autocast(**cast, cache_enabled=False):
-            outputs = _tensors(model(*args, **kwargs))
+            outputs = _tensors(model.get_submodule(saved["module"])(*args, **kwargs))
         if not saved["gradients"]:
             return {}
         ops.phase = "backward"
@@ -757,6 +760,14 @@ def _saved(node):
     return {name.removeprefix("_saved_"): getattr(node, name) for name in names}
 
 
+def _terms(node):
+    """How many numbers a sum or a mean adds up; 0 for other ops."""
+    kept = _saved(node) if _op(node) in ("sum", "mean") else {}
+    sizes = kept.get("self_sym_sizes", ())
+    dims = [dim - 2**64 * (dim >= 2**63) for dim in kept.get("dim") or range(len(sizes))]  # autograd keeps -1 so
+    return math.prod(sizes[dim] for dim in dims) if sizes else 0
+
+
 def _region(loss):
     """The nodes of autograd between a loss and the model's outputs, inputs first."""
     order, known, stack = [], set(), [(loss.grad_fn, False)]
@@ -814,15 +825,25 @@ class _Loss:
     def _maker(self, node, op, key, tensor):
         """The Origin of a bad operand or result that a node keeps, while all before it was finite."""
         kind = f"{'NaN' if 'nan' in _kinds([tensor]) else 'inf'} ({_short(tensor.dtype)})"
-        maker = next((each for each, _ in node.next_functions if each is not None), None)
+        sources = [each for each, _ in node.next_functions]
+        maker = sources[OPERANDS.index(key)] if key in OPERANDS[: len(sources)] else next(filter(None, sources), None)
         if key.startswith("result"):
             end = "; fp16's exp ends at 11.09" if op == "exp" and tensor.dtype == FP16 else ""
             return Origin("loss", "", op, f"in the loss: {op} made {kind}{end}")
         if maker is None or "output" in maker.metadata:
-            return Origin("loss", "", op, f"in the loss: {op} was given {kind} that is not of the model's output")
-        sizes = _saved(maker).get("self_sym_sizes")
-        of = f" of {math.prod(sizes) // max(1, tensor.numel()):,} numbers each" if sizes else ""
-        given = _tensors([_saved(each).get("result") for each, _ in maker.next_functions if each is not None])
+            words = (
+                f"in the loss: {op} was given {kind} that is not of the model's output: it needs no gradient, as data, "
+            )
+            return Origin("loss", "", op, words + "a mask, a weight of the loss, or what is computed of a buffer")
+        before = [each for each, _ in maker.next_functions if each is not None]
+        further = [each for one in before for each, _ in one.next_functions if each is not None]
+        terms = _terms(maker) or max(map(_terms, before + further), default=0)
+        of = (
+            f" of {'' if _terms(maker) else 'a sum of '}{terms:,} numbers{' each' * bool(_terms(maker))}"
+            if terms
+            else ""
+        )
+        given = _tensors([_saved(each).get("result") for each in before])
         of += f", up to {_largest(given):,.3g}" if given else ""
         return Origin("loss", "", _op(maker), f"in the loss: {_op(maker)} made {kind}{of}; {op} got it")
 
@@ -1038,6 +1059,7 @@ class _Looks:
             self.note_norm("norm at the step")
             weights = [(name, weight) for name, weight in self.seen.trained if weight.grad is not None]
             weights = [(name, weight) for name, weight in weights if not weight.grad.is_sparse]
+            weights.sort(key=lambda pair: pair[1].numel())  # of a module's weights the largest is kept
             self.before = [(name, weight, _sample(weight), _sample(weight.grad) != 0) for name, weight in weights]
             missing = {name for name, weight in self.seen.trained if weight.grad is None}
             self.missing = missing if self.missing is None else self.missing & missing
@@ -1185,6 +1207,14 @@ def _parts(model, name="", known=None):
         yield from _parts(module, f"{name}.{child}".lstrip("."), known)
 
 
+def _entries(model, name=""):
+    """What is called from outside: the model, or, if it has no forward, as a ModuleDict, its parts."""
+    if getattr(model.forward, "__func__", None) is not nn.Module.forward:
+        return [(name, model)]
+    inside = [(f"{name}.{child}".lstrip("."), part) for child, part in model.named_children()]
+    return [entry for child, part in inside for entry in _entries(part, child)]
+
+
 def _attach(module, before, after):
     """Call `before(module, args, kwargs)` and `after(module, args, output)` around a module's forward, outside of its
     compiled code; after an error `output` is None. Returns what undoes it."""
@@ -1256,6 +1286,7 @@ class watch:
         self.inside = self.muted = self.forward_seen = self.warned = self.stepped = False
         self.step_in_autocast = self.stale = self.no_grad_in_autocast = False
         self.evaluation = torch.zeros((), device=self.device)
+        self.evaluated = torch.zeros((), device=self.device)  # the largest output in fp16, without gradients
         self.calls, self.looks = _Calls(self), _Looks(self)
 
     def __enter__(self):
@@ -1264,6 +1295,7 @@ class watch:
     def __exit__(self, kind, error, trace):
         if isinstance(error, Exception) and not isinstance(error, NonFinite):
             self.error = _where_raised(self.plain, error)
+            error.add_note(f"watch: {self.error}")
         self.stop(check=kind is None)
 
     def start(self):
@@ -1276,7 +1308,8 @@ class watch:
             self._see_outputs()
         hooks = register_optimizer_step_pre_hook(self._before_step), register_optimizer_step_post_hook(self._after_step)
         self.undo += [self._see_no_outputs, *(hook.remove for hook in hooks)]
-        self.undo.append(_attach(self.model, self._begin, self._end))
+        for name, part in _entries(self.model):
+            self.undo.append(_attach(part, functools.partial(self._begin, name), self._end))
         self._wrap(torch.autograd, "backward", self._backward)
         for name in ("scale", "unscale_", "step", "update"):
             self._wrap(torch.amp.GradScaler, name, getattr(self.calls, name))
@@ -1330,7 +1363,7 @@ class watch:
         self.labels += [(kind, name)] * len(values)
         self.values += values
 
-    def _begin(self, module, args, kwargs):
+    def _begin(self, name, module, args, kwargs):
         if torch.compiler.is_compiling() or self.muted:
             return
         self.looks.read_updates()
@@ -1338,7 +1371,7 @@ class watch:
         cast = {"device_type": kind, "enabled": torch.is_autocast_enabled(kind)}
         cast["dtype"] = torch.get_autocast_dtype(kind)
         random = [torch.get_rng_state(), *(torch.cuda.get_rng_state(gpu) for gpu in _gpus(self.device))]
-        self.saved = {"batch": (args, kwargs), "random": random, "autocast": cast, "gradients": {}}
+        self.saved = {"module": name, "batch": (args, kwargs), "random": random, "autocast": cast, "gradients": {}}
         self.saved |= {"backward in autocast": False, "training": self.model.training, "usual": []}
         if not torch.is_grad_enabled():
             self.no_grad_in_autocast |= cast["enabled"]
@@ -1369,6 +1402,8 @@ class watch:
         if not torch.is_grad_enabled():  # evaluation: its numbers are not kept
             del self.labels[self.began :], self.values[self.began :]
             self.evaluation = self.evaluation + sum(sums) * 0
+            for each in [_local(each).abs().amax().float() for each in outputs if each.dtype == FP16 and each.numel()]:
+                self.evaluated = torch.maximum(self.evaluated, each)
             return
         self.forward_seen = True
         self._note("root", "", sums)
@@ -1650,6 +1685,7 @@ def _origin(seen, phase, bad, intact):
         origin = seen.why or (seen.loss and seen.loss.culprit) or _first(*_made_in(seen))
     elif intact:
         origin = (phase == "forward" and _already_there(seen)) or _first(*_made_in(seen))
+        origin = origin or (phase == "backward" and seen.loss and seen.loss.culprit)  # in a gradient of a gradient
     return origin or _place(seen, "incoming" if incoming and phase == "backward" else phase, bad)
 
 
@@ -1873,6 +1909,15 @@ def _no_gradient(seen):
         yield seen.zero._replace(severity="likely") if _growth(seen.trend) else seen.zero
 
 
+def _evaluated(seen):
+    """Outputs of which fp16 cannot hold the squares."""
+    if (size := seen.evaluated.item()) > math.sqrt(LARGEST) / 2:
+        cost = (
+            f"Squares are up to {size**2:,.0f}, and a sum of a few is past 65504: metrics are computed of `.float()`."
+        )
+        yield likely(f"outputs without gradients, as in evaluation, are float16 up to {size:,.0f}", "", cost)
+
+
 def _norms_seen(seen):
     """What happens to gradients between backward and step."""
     rows = seen.looks.rows()
@@ -1890,6 +1935,12 @@ def _norms_seen(seen):
         yield (certain if to_a_limit else likely)(what, "", cost, "Clipped to a small norm")
     old, moved, step = (numbers.get(what, none) for what in ("old gradient", "moved", "norm at the step"))
     at_step = (step / made).dropna()
+    if not seen.enabled() and len(at_step) > 1 and 0 < at_step.max() < 1e-3:
+        what = (
+            f"clipping takes the norm of the gradients from {made.median():,.0f} to {step.median():.3g}, in every look"
+        )
+        cost = "Only their direction is left. Some part of the loss is far larger than the rest: print its parts."
+        yield likely(what, "", cost)
     if len(at_step) and (at_step == 0).all():
         cost = "zero_grad stands between backward and step, or a hook clears them."
         yield certain("gradients are 0 at the step, and were not after the backward", "", cost)
@@ -1929,6 +1980,15 @@ def _rounded(seen):
         yield likely("outputs that are 0 everywhere, in all looks", [*zero], "What follows learns nothing.")
 
 
+def _large_steps(seen):
+    """Steps as large as the weights."""
+    table = seen.table()
+    sizes = table["update/weight"] if "update/weight" in table else pd.Series(dtype=float)
+    if (size := sizes[sizes < math.inf].median()) > 0.5:
+        what = f"a step changes weights by {size:.2g} of their size (the median of modules)"
+        yield likely(what, "", f"The learning rate is too large, in any precision. {CALM}")
+
+
 def _unseen(seen):
     """What it could not see, in words."""
     forward = seen.forward_seen or seen.problem or seen.error
@@ -1946,7 +2006,7 @@ def _unseen(seen):
 
 SPOILS, MAY = (functools.partial(_settings, severity=severity) for severity in ("certain", "likely"))
 JUDGES = [_called, SPOILS, _stopped, _no_gradient, _skipped, _norms_seen, _hidden, _cast]
-JUDGES += [_rounded, MAY, _diverging, _unseen]
+JUDGES += [_rounded, MAY, _evaluated, _large_steps, _diverging, _unseen]
 
 
 # bisect
