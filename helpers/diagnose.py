@@ -434,6 +434,21 @@ def _inventory(model, optimizers, scaler):
     yield note("; ".join(f"{what}: {words}" for what, words in counts.items() if words) or "no weights")
 
 
+def _cast_by_fsdp(module, args, kwargs):
+    """Inputs that FSDP2 has cast, and whose last digits are gone."""
+    policy = vars(module._get_fsdp_state())["_mp_policy"] if hasattr(module, "_get_fsdp_state") else None
+    if policy is None or not policy.cast_forward_inputs or policy.param_dtype not in SIXTEEN:
+        return
+    for each in _tensors((args, kwargs)):
+        if each.dtype in SIXTEEN and 2 / torch.finfo(each.dtype).eps < (size := _largest([each])) < math.inf:
+            step = torch.finfo(each.dtype).eps * 2.0 ** math.floor(math.log2(size))
+            what = f"an input is {_short(each.dtype)}, up to {size:,.0f}, where neighbours are {step:g} apart"
+            cost = (
+                "FSDP2 casts inputs to param_dtype, times and positions too: cast_forward_inputs=False, or scale them."
+            )
+            yield likely(what, "", cost)
+
+
 def _wrappers(model):
     """What lies around a model: torch.compile, and DDP's hooks, which may reduce in 16 bits."""
     hooks = [getattr(hook, "__name__", str(hook)) for hook, _ in getattr(model, "_comm_hooks", ())]
@@ -542,6 +557,7 @@ UNITS = {"threshold_backward": "ReLU", "hardtanh_backward": "clamp", "sigmoid_ba
 UNITS |= {"tanh_backward": "tanh", "gelu_backward": "GELU", "silu_backward": "SiLU", "leaky_relu_backward": "LeakyReLU"}
 ZEROS = "format", "unit", "operand", "other"  # the sooner, the more it tells
 FACTORIES = ("empty", "zeros", "ones", "full", "new_", "rand")
+SCATTERS = ("index_add", "scatter_add", "index_put", "cumsum")  # they add in the dtype of their output
 
 
 class _Ops(TorchDispatchMode):
@@ -581,6 +597,8 @@ class _Ops(TorchDispatchMode):
         kwargs, op = kwargs or {}, func.overloadpacket.__name__
         given = _mapped(torch.clone, args) if func._schema.is_mutable else args
         output, module = func(*args, **kwargs), self.inside[-1] if self.inside else ""
+        if op == "_to_copy" and args[0].dtype in SIXTEEN and output.dtype in (torch.int32, torch.int64):
+            self._look_at_numbers(module, args[0])
         if op.startswith(FACTORIES) or not _tensors(output):
             return output
         if _tensors((args, kwargs)) and (origin := _made(self.phase, module, op, func, given, kwargs, output)):
@@ -589,6 +607,8 @@ class _Ops(TorchDispatchMode):
             self._look_at_zeros(module, op, func, args, kwargs, output)
         elif isinstance(output, torch.Tensor) and output.dtype in SIXTEEN and output.numel() > 1:
             self._look_at_steps(module, op, args, output)
+            if op.startswith(SCATTERS):
+                self._look_at_sums(module, op, func, given, kwargs, output)
         return output
 
     def _look_at_zeros(self, module, op, func, args, kwargs, output):
@@ -632,15 +652,35 @@ class _Ops(TorchDispatchMode):
                 self._look_at_columns(module, source, output)
 
     def _look_at_columns(self, module, source, output):
-        """Columns of an input whose differences a cast takes away, as of a year or of a time."""
-        columns = lambda tensor: tensor.reshape(-1, tensor.shape[-1] if tensor.dim() > 1 else 1)[:256].T[:64]
-        for place, (before, after) in enumerate(zip(columns(source), columns(output))):
-            had, left = before.unique().numel(), after.unique().numel()
-            few_steps = 4 * torch.finfo(output.dtype).eps * before.abs().max()
-            if had > 2 and left < had and before.max() - before.min() < few_steps:
+        """Columns of an input whose differences a cast takes away, as of a year, or whole numbers, as times."""
+        columns, dtype = source.reshape(-1, source.shape[-1] if source.dim() > 1 else 1)[:256].T[:64], output.dtype
+        for place, (before, after) in enumerate(zip(columns, columns.to(dtype))):
+            had, left, size = before.unique().numel(), after.unique().numel(), before.abs().max()
+            whole = size > 2 / torch.finfo(dtype).eps and torch.equal(before, before.round())
+            few_steps = before.max() - before.min() < 4 * torch.finfo(dtype).eps * size
+            if had > 2 and (left < had if few_steps else whole and left < 2 * had / 3):
                 ends = f"{before.min():,.6g} to {before.max():,.6g}"
-                what = f"column {place} of an input, {ends}: its {had} values become {left} in {_short(output.dtype)}"
+                what = f"column {place} of an input, {ends}: its {had} values become {left} in {_short(dtype)}"
                 self.coarse.append(likely(what, module, "Subtract its mean, or scale it, before it is cast."))
+
+    def _look_at_numbers(self, module, source):
+        """Whole numbers that come out of 16 bits, as names of rows."""
+        last, size = 2 / torch.finfo(source.dtype).eps, _largest([source])
+        if last < size < math.inf:
+            what = f"whole numbers up to {size:,.0f} come out of {_short(source.dtype)}"
+            cost = f"Above {last:,.0f} neighbours fall together. Keep indices as integers."
+            self.coarse.append(likely(what, module, cost))
+
+    def _look_at_sums(self, module, op, func, args, kwargs, output):
+        """Sums by place, which stand still where the terms are too small for them."""
+        again = _in_float32(func, args, kwargs, output.device)
+        if again and not _kinds([output, *again]):
+            apart = ((output.float() - again[0].float()).abs() / again[0].float().abs().clamp(min=1e-9)).amax()
+            place = (output.float() - again[0].float()).abs().argmax()
+            if apart > 0.1:
+                here, right = (float(each.reshape(-1)[place]) for each in (output, again[0]))
+                what = f"{op} in {_short(output.dtype)} adds up to {here:,.4g} what is {right:,.4g} in float32"
+                self.coarse.append(likely(what, module, "Its sum stands still, as a count does. Add in float32."))
 
 
 def _first(made, usual):
@@ -1031,6 +1071,16 @@ class _Looks:
             gradients = [weight.grad for _, weight in self.seen.trained if weight.grad is not None]
             self.now["", what] = self.seen.together(_norms(gradients)).norm()
 
+    def old_gradients(self):
+        gradients = [weight.grad for _, weight in self.seen.trained if weight.grad is not None]
+        return [(gradient, _sample(gradient)) for gradient in gradients if not gradient.is_sparse]
+
+    def note_added(self, old):
+        """Of the gradients that a step has used, the norm of those to which this backward has added."""
+        added = [sample.norm() for gradient, sample in old if not torch.equal(_sample(gradient), sample)]
+        if old:
+            self.now["", "old gradient"] = torch.stack(added).max() if added else torch.zeros(())
+
     def sums_in_16_bits(self):
         """Samples of 16-bit gradients before a pass adds to them, and of what it adds; hooks to be removed."""
         sums, hooks = [], []
@@ -1383,6 +1433,8 @@ class watch:
         if self.passes % self.every == 0 and not self.labels:
             self.looks.begin(self.passes + 1)
             self._see_outputs()
+            for each in _cast_by_fsdp(module, args, kwargs):
+                self.tell(each)
 
     def _output(self, name, module, args, output):
         if self.muted or torch.compiler.is_compiling() or not (self.inside or torch.is_grad_enabled()):
@@ -1428,8 +1480,7 @@ class watch:
         loss = tensors if isinstance(tensors, torch.Tensor) else next(iter(tensors))
         if loss.numel() == 1:
             self._look_at_loss(loss)
-        if self.looks.on and self.stepped:
-            self.looks.note_norm("old gradient")
+        old = self.looks.old_gradients() if self.looks.on and self.stepped else []
         if self.calls.unscaled:
             self.calls.kept = any(weight.grad is not None and weight.grad.any() for _, weight in self.trained)
         sums, hooks = self.looks.sums_in_16_bits()
@@ -1440,6 +1491,7 @@ class watch:
             self.muted, self.stepped = False, False
             for hook in hooks:
                 hook.remove()
+        self.looks.note_added(old)
         self._after_backward(sums)
 
     def _look_at_loss(self, loss):
@@ -1686,7 +1738,7 @@ def _origin(seen, phase, bad, intact):
     elif intact:
         origin = (phase == "forward" and _already_there(seen)) or _first(*_made_in(seen))
         origin = origin or (phase == "backward" and seen.loss and seen.loss.culprit)  # in a gradient of a gradient
-    return origin or _place(seen, "incoming" if incoming and phase == "backward" else phase, bad)
+    return origin or _place(seen, "incoming" if incoming and phase == "backward" else phase, bad, intact)
 
 
 def _why_skipped(seen):
@@ -1728,7 +1780,7 @@ def _already_there(seen):
     return Origin("weights", bad[0].rpartition(".")[0], "", f"in the weights already ({why}): {_some(bad)}")
 
 
-def _place(seen, phase, bad):
+def _place(seen, phase, bad, intact=False):
     """Where, if it is not known by what op."""
     names = [name for kind, name in bad if kind == ("output" if phase == "forward" else "gradient")]
     if phase == "forward":
@@ -1744,6 +1796,11 @@ def _place(seen, phase, bad):
     names, order = [name.rpartition(".")[0] for name in names], [*seen.looks.dtypes]
     module = max(names, key=lambda name: order.index(name) if name in order else -1, default="")
     shared = "; or another process's, by the reduction" if _world() else ""
+    if any(map(_is_compiled, seen.model.modules())) and (seen.saved or {}).get("gradients") and intact:
+        shared += (
+            ". Uncompiled the same pass has finite gradients: compiled code made it, as where a region with autocast"
+        )
+        shared += " disabled is compiled, and its backward runs under autocast all the same"
     return Origin(phase, module, "", f"in the backward, of {module or 'the model'} or of what follows it{shared}")
 
 
@@ -1761,6 +1818,7 @@ CASES = {  # the clinic's, by what the words of an Origin hold
     r"in the loss: (mul|pow|mseloss) made inf \(float16": "A loss of squares",
     "divides by 0.* where float32 may": "Vectors of length 1",
     "backward.*sqrt": "The scale that only falls",
+    "compiled code made it": "The layer taken out and compiled",
 }
 
 

@@ -615,6 +615,20 @@ class Year(nn.Module):
         return x + 1e-6 * self.year(torch.tensor([[2019.0], [2020.0], [2021.0], [2023.0]]))
 
 
+class Counted(nn.Module):
+    def forward(self, x):
+        return x + 1e-9 * torch.zeros(8, dtype=BF16).index_add(0, torch.zeros(600).int(), torch.ones(600).bfloat16())
+
+
+class Named(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(1001, 8)
+
+    def forward(self, x):
+        return x + 1e-6 * self.table(torch.full((4,), 999.0).bfloat16().long())
+
+
 class Dead(nn.Module):
     def __init__(self):
         super().__init__()
@@ -659,10 +673,57 @@ def zeros():
         ({"mine": growing(), "dtype": FP16, "steps": 60}, "the scale grows back as fast as it falls", "certain"),
         ({"model": network(Year()), "dtype": BF16}, "column 0 of an input, 2,019 to 2,023: its 4 values", "likely"),
         ({"lr": 20.0, "steps": 12}, "training diverges: the loss grew", "likely"),
+        ({"model": network(Counted())}, "index_add in bfloat16 adds up to 256 what is 600 in float32", "likely"),
+        ({"model": network(Named())}, "whole numbers up to 1,000 come out of bfloat16", "likely"),
     ],
 )
 def test_what_a_watch_finds(options, words, severity):
     found(after(**options), words, severity)
+
+
+def test_steps_as_large_as_the_weights_and_clipping_that_leaves_a_direction():
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1.0)
+    with watch(model, optimizer, every=1, save=None) as seen:
+        for _ in range(3):
+            optimizer.zero_grad()
+            (1e6 * squares(model(torch.rand(4, 8)))).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+    found(seen, "a step changes weights by", "likely")
+    found(seen, "clipping takes the norm of the gradients from", "likely")
+
+
+def test_settings_of_an_optimizer_in_16_bits():
+    model = network()
+    says(model, "SGD's settings as tensors of 16 bits", "likely", sgd(model, lr=torch.tensor(0.1, dtype=BF16)))
+
+
+def test_outputs_in_evaluation_whose_squares_overflow():
+    model = large(1e3)
+    with watch(model, save=None) as seen, torch.no_grad(), torch.autocast("cpu", FP16):
+        model(torch.rand(4, 8))
+    found(seen, "outputs without gradients, as in evaluation, are float16 up to", "likely")
+
+
+def test_two_networks_in_a_dictionary_and_the_slope_of_one():
+    both = nn.ModuleDict({"maker": network(), "critic": network()})
+    nn.init.zeros_(both["critic"][2].weight)
+    with pytest.raises(NonFinite, match=r"that of sqrt .* makes inf"), watch(both, sgd(both), save=None) as seen:
+        made = both["maker"](torch.rand(4, 8))
+        squares(both["critic"](made)).backward()
+        point = made.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(both["critic"](point).sum(), point, create_graph=True)
+        (slope.square().sum().sqrt() - 1).square().backward()
+    assert {"maker.0", "critic.2"} <= set(seen.table().index)
+
+
+def test_an_error_carries_what_it_means():
+    model = network()
+    with pytest.raises(RuntimeError) as caught, watch(model, save=None):
+        model(torch.rand(4, 8, dtype=BF16))
+    assert "watch: certain: the run stopped with RuntimeError" in caught.value.__notes__[0]
+    assert "(0). Two dtypes meet" in caught.value.__notes__[0]
 
 
 def test_misplaced_lines_are_seen():
@@ -944,6 +1005,11 @@ with watch(model, optimizer, every=2, save=None) as seen:
         optimizer.step()
         optimizer.zero_grad()
 print("fsdp", seen.passes, seen.steps, sorted(seen.table().index), seen)
+policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+cast = fully_shard(network(), mesh=mesh, mp_policy=policy)
+with watch(cast, save=None) as seen:
+    cast(torch.full((4, 8), 999.0)).float().square().mean().backward()
+print(seen)
 stopped(model, "fsdp")
 if rank == 1:
     print(replay(f"{sys.argv[1]}/ddp_1.pt", network()))
@@ -962,4 +1028,5 @@ def test_two_processes_stop_together(tmp_path, monkeypatch):
         assert "FSDP2 reduces gradients in 16 bits: param_dtype bfloat16" in text
         assert "without FP32 masters" in text
         assert "fsdp 4 4 ['0', '1', '2']" in text
+        assert "an input is bfloat16, up to 1,000, where neighbours are 4 apart" in text
     assert run.printed[1].endswith("in the input: args.0\n")
