@@ -1206,7 +1206,8 @@ def _why_zero(seen, zero, saved, ops, right):
     if saved["backward in autocast"]:
         underflow = "They underflow; the backward ran under autocast too: leave the region before it. Scale the loss."
     if arriving == 0:
-        cost = underflow if dtype == "float16" else "The loss does not change with it: it is saturated, or cut off."
+        constant = "The loss does not change with it: it is saturated, cut off, or divided by an inf."
+        cost = underflow if dtype == "float16" and not seen.enabled() else constant
         say = certain if dtype == "float16" and not seen.enabled() else likely
         return say(f"the gradient that reaches the model's output is 0 everywhere ({dtype})", where, cost)
     sizes = {name: _largest([right[name]]) for name in zero if name in right}
