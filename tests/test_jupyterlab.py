@@ -196,7 +196,7 @@ def test_every_stored_chart_moves_without_a_kernel(lab, page):
     expect(page.locator(".jp-mod-dirty")).to_have_count(0)  # opening it changes nothing
     while page.locator(".jp-OutputPlaceholder").count():  # the answers of predictions are folded
         page.locator(".jp-OutputPlaceholder").first.click()
-    move_every_input(page, 31)
+    move_every_input(page, 34)
     expect(page.get_by_text(re.compile(r"^scale 2.40: lost 0.0%, overflowed"))).to_be_visible()
     expect(page.get_by_text(re.compile(r"^step 0: the loss is multiplied by"))).to_be_visible()
 
