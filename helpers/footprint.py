@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import conv_flop_count, flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from helpers.autocast import KernelsOfCuda, autocast_on, in_words, on_device, tensors_of
+from helpers.autocast import Autocast, KernelsOfCuda, in_words, on_device, tensors_of
 
 # Memory in GiB: a card sold with 24 GB has 24 GiB, and the driver keeps up to 2% of it. Bandwidth in GB/s, 1e9 bytes.
 # Rates in TFLOP/s without sparsity (a datasheet that gives those with sparsity gives twice as much), those of 16-bit
@@ -268,10 +268,6 @@ def _backward(losses, on_gradient):
         del results, result, takes, places, child, edges
 
 
-def _autocast(device_type, dtype=None, enabled=True, cache_enabled=True):
-    return autocast_on(device_type, dtype, cache_enabled) if enabled else nullcontext()
-
-
 def _made(make):
     """What `make()` returns, made on the meta device, without memory; for real where it asks for values."""
     with suppress(Exception), torch.device("meta"):
@@ -341,7 +337,7 @@ def _record(build_model, inputs, precision, optimizer, device_type="cuda", loss=
                 seen.mark([tensor], "activations")
             return tensor.detach()  # or an op that keeps its own output would keep itself alive
 
-        autocast = _autocast(device_type, PRECISIONS[precision], PRECISIONS[precision] is not None)
+        autocast = Autocast(device_type, PRECISIONS[precision], enabled=PRECISIONS[precision] is not None)
         kernels = KernelsOfCuda() if device_type == "cuda" else nullcontext()
         with seen, kernels:
             seen.phase = "forward"
@@ -354,7 +350,7 @@ def _record(build_model, inputs, precision, optimizer, device_type="cuda", loss=
             # Both are asked by torch.utils.checkpoint: for autocast, which torch refuses where the device is missing,
             # and for the engine's number, under which it keeps what it has computed again.
             with (
-                patch.object(torch.amp, "autocast", _autocast),
+                patch.object(torch.amp, "autocast", Autocast),
                 patch.object(torch._C, "_current_graph_task_id", lambda: 0),
                 torch.no_grad(),
             ):
