@@ -244,6 +244,7 @@ _REFUSALS = {
         "runs backward itself, or an op that does; only a forward pass can be traced"
     ),
     "fake impl|cannot pickle|ScriptObject": "cannot be copied or run without values by this torch",
+    "invalid for this instance": "has an autograd.Function in Python, for which this torch is too old",  # 2.11 is
     "set the storage of a tensor": (
         "has a tensor or a generator within an object of its own; make it an attribute of a module"
     ),
