@@ -87,7 +87,7 @@ class _Allocation:
     bytes: int
     dtype: str
     born: int
-    died: int | None = None
+    died: int = -1  # the end
     kind: str = "other"
 
 
@@ -150,8 +150,7 @@ class _Recorder(TorchDispatchMode):
         for allocation in self.allocations:
             size = math.ceil(allocation.bytes / _BLOCK) * _BLOCK
             changes[allocation.born, KINDS.index(allocation.kind)] += size
-            if allocation.died is not None:
-                changes[allocation.died, KINDS.index(allocation.kind)] -= size
+            changes[allocation.died, KINDS.index(allocation.kind)] -= size
         alive = pd.DataFrame(changes[:-1].cumsum(axis=0), columns=KINDS)
         return pd.DataFrame(self.rows)[["phase", "op"]].join(alive)
 
@@ -213,7 +212,9 @@ def _give(node, place, gradient, waiting):
     if type(node).__name__ == "CheckpointFunctionBackward":
         raise ValueError("reentrant checkpointing is not predicted; checkpoint with use_reentrant=False")
     takes = node._input_metadata
-    gradient = gradient.sum_to_size(takes[place].shape).to(takes[place].dtype)
+    if list(gradient.shape) != takes[place].shape:
+        gradient = gradient.sum_to_size(takes[place].shape)
+    gradient = gradient.to(takes[place].dtype)
     gradients = waiting.setdefault(node, [None] * len(takes))
     gradients[place] = gradient if gradients[place] is None else gradients[place] + gradient
 
@@ -382,10 +383,10 @@ def predict_memory(build_model, inputs, precision, optimizer="sgd_momentum", dev
     cuDNN, which keeps other things. An optimizer of one's own goes through the weights one by one, unless told
     foreach=True, CUDA's default, which needs more in its step for some (RMSprop, Adam).
 
-    Raises ValueError for an unknown precision, optimizer or device type, for a loss that trains nothing, for a model
-    that asks for values, takes other inputs, runs backward itself, or uses sparse gradients, lazy modules or tensors of
-    no module, for weights that do not fit the precision, LBFGS, an LSTM on a CPU, and reentrant checkpointing. A model
-    compiled with torch.compile is predicted eager.
+    Raises ValueError for an unknown precision, optimizer or device type, a loss that trains nothing, a model that asks
+    for values, takes other inputs, runs backward itself, or uses sparse gradients, lazy modules or tensors of no
+    module, weights that do not fit the precision, LBFGS, an LSTM on a CPU, reentrant checkpointing, and, on torch 2.11,
+    an autograd.Function in Python. A model compiled with torch.compile is predicted eager.
 
     Examples
     --------
