@@ -5,6 +5,7 @@ Neither needs the device that it asks about. Fake tensors have a device and a dt
 
 import copy
 import os
+import re
 import threading
 import warnings
 from contextlib import contextmanager, nullcontext
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pandas as pd
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,8 +31,7 @@ _OWN_ARGUMENTS = {("aten::_cudnn_rnn", "weight_stride0"): 2, ("aten::_cudnn_rnn"
 @contextmanager
 def _quiet():
     """Without the warnings of deprecated ops. Those of C++ pass Python by, and go to the process's standard error."""
-    with warnings.catch_warnings(), Path(os.devnull).open("w") as nowhere:
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"), Path(os.devnull).open("w") as nowhere:
         stderr = os.dup(2)
         os.dup2(nowhere.fileno(), 2)
         try:
@@ -41,23 +41,12 @@ def _quiet():
             os.close(stderr)
 
 
-@contextmanager
-def autocast_on(device_type, dtype, cache):
+class Autocast(torch.autocast):
     """Autocast for a device that may be missing, where torch.autocast would switch itself off."""
-    enabled, before = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
-    cached = torch.is_autocast_cache_enabled()
-    torch.set_autocast_enabled(device_type, True)
-    torch.set_autocast_dtype(device_type, dtype)
-    torch.set_autocast_cache_enabled(cache)
-    torch.autocast_increment_nesting()
-    try:
-        yield
-    finally:
-        if torch.autocast_decrement_nesting() == 0:
-            torch.clear_autocast_cache()
-        torch.set_autocast_enabled(device_type, enabled)
-        torch.set_autocast_dtype(device_type, before)
-        torch.set_autocast_cache_enabled(cached)
+
+    def __init__(self, device_type, dtype=None, enabled=True, cache_enabled=True):
+        super().__init__(device_type, dtype, enabled=False, cache_enabled=cache_enabled)
+        self._enabled = enabled
 
 
 class _OpReached(Exception):
@@ -79,42 +68,27 @@ class _Probe(torch.Tensor):
         if func is _CAST:
             cls.casts.add(kwargs["dtype"])
             return cls(kwargs["dtype"], args[0].device)
-        if func is torch.ops.aten.alias.default:  # in giving names to dimensions
-            return cls(args[0].dtype, args[0].device)
-        if func.namespace == "prim":
-            return func(*args, **(kwargs or {}))
         options = [leaf for leaf in tree_leaves((args, kwargs)) if not isinstance(leaf, torch.Tensor)]
         cls.reached = func, options
         raise _OpReached
 
 
-def _has_named_dimensions(op):
-    return any(argument.name == "dim" and "str" in str(argument.type) for argument in op._schema.arguments)
-
-
 def _probe_arguments(op, device_type, dtypes):
     """Small arguments that fit the op's schema; its tensors take turns in having each of `dtypes`."""
     turns = cycle(dtypes)
-    named = _has_named_dimensions(op)
-
-    def tensor():
-        probe = _Probe(next(turns), device_type)
-        return probe.rename("a", "b") if named else probe
 
     def value(argument):
         kind = str(argument.type)
         if kind == "Tensor":
-            return tensor()
+            return _Probe(next(turns), device_type)
         if kind == "List[Tensor]":
-            return [tensor(), tensor()]
+            return [_Probe(next(turns), device_type), _Probe(next(turns), device_type)]
         if kind == "List[Optional[Tensor]]":  # indices
             return [_Probe(torch.long, device_type)]
         if argument.has_default_value() or kind.startswith("Optional"):
             return argument.default_value
         if (op.name(), argument.name) in _OWN_ARGUMENTS:
             return _OWN_ARGUMENTS[op.name(), argument.name]
-        if named and argument.name == "dim":
-            return "a" if kind == "str" else ["a"]
         return {"str": "ij,jk->ik", "bool": False, "List[int]": [1]}.get(kind, 1)
 
     return [value(argument) for argument in op._schema.arguments if not argument.kwarg_only]
@@ -122,8 +96,6 @@ def _probe_arguments(op, device_type, dtypes):
 
 def _probe(op, device_type, *dtypes):
     """Call `op` with tensors of `dtypes` in turn; returns the dtypes cast to, and what was reached or "refused"."""
-    if _has_named_dimensions(op):
-        return _probe_by_profiler(op, device_type, dtypes)
     _Probe.casts, _Probe.reached = set(), None
     try:
         op(*_probe_arguments(op, device_type, dtypes))
@@ -131,20 +103,6 @@ def _probe(op, device_type, *dtypes):
         if "unsafe to autocast" in str(error):
             return set(), "refused"
     return _Probe.casts, _Probe.reached
-
-
-def _probe_by_profiler(op, device_type, dtypes):
-    """The same for the named dimensions of torch 2.11 and older: such tensors never reach Python."""
-    call, said = getattr(torch._VF, op.name().split("::")[1].split(".")[0]), ""
-    with torch.autograd.profiler.profile(record_shapes=True) as profile:
-        try:
-            call(*_probe_arguments(op, device_type, dtypes))
-        except Exception as error:
-            said = str(error)  # it names the overload that was reached
-    events = [(event.name, event.concrete_inputs) for event in profile.function_events]
-    float32 = 6  # the number of this dtype in C++
-    casts = {torch.float32 for name, inputs in events if name == "aten::_to_copy" and float32 in inputs}
-    return casts, (events, said)
 
 
 def _policy(op, device_type):
@@ -193,12 +151,16 @@ def cast_policies(device_type):
         raise ValueError(f"autocast knows no device type {device_type!r}, only {', '.join(known)}")
     key = f"Autocast{torch._C._dispatch_key_for_device(device_type)}"
     rows = []
-    with _ONE_AT_A_TIME, _quiet(), torch.inference_mode(False), autocast_on(device_type, torch.float16, cache=False):
+    with _ONE_AT_A_TIME, _quiet(), torch.inference_mode(False), Autocast(device_type, torch.float16):
         for name in sorted(torch._C._dispatch_get_registrations_for_dispatch_key(key)):
             op, _, overload = name.partition(".")
             packet = getattr(getattr(torch.ops, op.split("::")[0]), op.split("::")[1])
             rows.append((op, overload, _policy(getattr(packet, overload or "default"), device_type)))
-    return pd.DataFrame(rows, columns=["op", "overload", "policy"])
+    table = pd.DataFrame(rows, columns=["op", "overload", "policy"])
+    # Torch 2.11 has overloads for named dimensions, and such a tensor never reaches Python.
+    named = table.overload.str.contains("dimname|names_", case=False)
+    table.loc[named, "policy"] = table.op[named].map(table[~named].groupby("op").policy.first())
+    return table
 
 
 _SHORTCUTS = {torch.Tensor.to, torch.Tensor.type, torch.Tensor.type_as, torch.Tensor.half, torch.Tensor.bfloat16}
@@ -262,15 +224,32 @@ def _rows(fn, args, device_type, dtype):
     call, tracker = _CurrentCall(), ModuleTracker()
     # Nothing runs backward: on a real GPU the activations kept for it would fill the memory.
     keep_nothing = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing)
-    with keep_nothing, autocast_on(device_type, dtype, cache=True), tracker, call, _OpRows(call, tracker, dtype) as ops:
+    with keep_nothing, Autocast(device_type, dtype), tracker, call, _OpRows(call, tracker, dtype) as ops:
         fn(*args)
     return ops.rows
 
 
-# What torch says of a tensor that is not on the device, and of a backward pass where none is foreseen.
-_ELSEWHERE = "to FakeTensors first", "same device", "expected device", "weight type (torch.FloatTensor)"
-_ELSEWHERE += "two devices", "different devices"
-_BACKWARD = "hasPrimaryContext", "unpack_hook", "does not require grad"
+# What torch says where fake tensors do not do, as a regular expression, and what it means.
+_REFUSALS = {
+    r"DataDependent|DynamicOutputShape|\.numpy\(\)": (
+        "asks for values, as .item(), an if and a mask as an index do, and there are none"
+    ),
+    r"FakeTensors first|same device|expected device|weight type \(torch.FloatTensor\)|(two|different) devices": (
+        "uses tensors from outside or on another device: pass every module and tensor as an argument, make them "
+        "attributes of a module, and make new ones on that device"
+    ),
+    "hasPrimaryContext|unpack_hook|does not require grad": (
+        "runs backward itself, or an op that does; only a forward pass can be traced"
+    ),
+    "fake impl|cannot pickle|ScriptObject": "cannot be copied or run without values by this torch",
+    "invalid for this instance": "has an autograd.Function in Python, for which this torch is too old",  # 2.11 is
+    "set the storage of a tensor": (
+        "has a tensor or a generator within an object of its own; make it an attribute of a module"
+    ),
+    "indices.*(scalar type|long or int)": (
+        "takes whole numbers (nn.Embedding?), and was given others; a prediction's inputs may be a function"
+    ),
+}
 
 
 @contextmanager
@@ -279,23 +258,11 @@ def in_words(what):
     try:
         yield
     except (AssertionError, RuntimeError, TypeError) as error:
-        said = str(error)
-        if isinstance(error, DataDependentOutputException | DynamicOutputShapeException) or ".numpy()" in said:
-            words = "asks for values, as .item(), an if and a mask as an index do, and there are none"
-        elif any(part in said for part in _ELSEWHERE):
-            words = "uses tensors from outside or on another device: pass every module and tensor as an argument, "
-            words += "make them attributes of a module, and make new ones on that device"
-        elif any(part in said for part in _BACKWARD):
-            words = "runs backward itself, or an op that does; only a forward pass can be traced"
-        elif "fake impl" in said or "cannot pickle" in said or "ScriptObject" in said:
-            words = f"cannot be copied or run without values by torch {torch.__version__}: {said.partition(chr(10))[0]}"
-        elif "set the storage of a tensor" in said:
-            words = "has a tensor or a generator within an object of its own; make it an attribute of a module"
-        elif "indices" in said and ("scalar type" in said or "long or int" in said):
-            words = "takes whole numbers (nn.Embedding?), and was given others; a prediction's inputs may be a function"
-        else:
-            raise
-        raise ValueError(f"{what} {words}") from None
+        said = f"{type(error).__name__}: {error}"
+        for pattern, words in _REFUSALS.items():
+            if re.search(pattern, said):
+                raise ValueError(f"{what} {words} ({said.splitlines()[0]})") from None
+        raise
 
 
 _RNNS = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}

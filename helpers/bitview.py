@@ -153,12 +153,8 @@ class _Explorer:
         self.steps = [
             widgets.Button(description=text, layout={"width": "auto"}) for text in ("next below", "next above")
         ]
-        self.bits = [widgets.Button(layout={"width": "2em", "padding": "0", "margin": "1px"}) for _ in range(32)]
-        self.styles = {  # by field and bit
-            (field, bit): widgets.ButtonStyle(button_color=colors[field], text_color="black", font_weight=weight)
-            for bit, colors, weight in [("0", _PALE, "normal"), ("1", _COLORS, "bold")]
-            for field in colors
-        }
+        small = {"width": "2em", "padding": "0", "margin": "1px"}
+        self.bits = [widgets.Button(layout=small, style={"text_color": "black"}) for _ in range(32)]
         self.captions = {field: widgets.HTML() for field in _COLORS}
         self.rows = {field: widgets.HBox(layout={"flex_flow": "row wrap"}) for field in _COLORS}
         self.problem, self.result = widgets.HTML(), widgets.HTML()
@@ -202,8 +198,9 @@ class _Explorer:
             self.rows[field].children = self.bits[place - len(text) : place][::-1]
             for button, bit in zip(self.rows[field].children, text):
                 place -= 1
-                button.description, button.style = bit, self.styles[field, bit]
-                button.tooltip = f"bit {place}, {field}"
+                button.description, button.tooltip = bit, f"bit {place}, {field}"
+                button.style.button_color = _COLORS[field] if bit == "1" else _PALE[field]
+                button.style.font_weight = "bold" if bit == "1" else "normal"
             self.captions[field].value = f"{field} {number}"
         for button, code in zip(self.steps, view.neighbours()):
             button.disabled = code is None

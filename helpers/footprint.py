@@ -5,7 +5,6 @@ workspaces of cuDNN and cuBLAS, and the allocator's cache.
 """
 
 import copy
-import heapq
 import math
 import weakref
 from bisect import bisect_right
@@ -13,7 +12,6 @@ from collections import Counter, OrderedDict
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import count
 from unittest.mock import patch
 
 import numpy as np
@@ -26,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import conv_flop_count, flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from helpers.autocast import KernelsOfCuda, autocast_on, in_words, on_device, tensors_of
+from helpers.autocast import Autocast, KernelsOfCuda, in_words, on_device, tensors_of
 
 # Memory in GiB: a card sold with 24 GB has 24 GiB, and the driver keeps up to 2% of it. Bandwidth in GB/s, 1e9 bytes.
 # Rates in TFLOP/s without sparsity (a datasheet that gives those with sparsity gives twice as much), those of 16-bit
@@ -49,9 +47,6 @@ GPUS = pd.DataFrame(
 class _Adam8bit(torch.optim.Optimizer):
     """The states of torchao.optim.AdamW8bit. Its step is compiled; what that needs in passing is not counted."""
 
-    def __init__(self, weights):
-        super().__init__(weights, {})
-
     def step(self):
         for weight in self.param_groups[0]["params"]:
             if weight.grad is not None and not self.state[weight]:
@@ -73,7 +68,7 @@ OPTIMIZERS = {
     "adam": lambda weights: torch.optim.Adam(weights, lr=1e-3, fused=True),
     "adamw": lambda weights: torch.optim.AdamW(weights, lr=1e-3, fused=True),
     "adamw_foreach": lambda weights: torch.optim.AdamW(weights, lr=1e-3, foreach=True),
-    "adamw_8bit": _Adam8bit,
+    "adamw_8bit": lambda weights: _Adam8bit(weights, {}),
 }
 
 # The dtype of autocast, None without it.
@@ -92,7 +87,7 @@ class _Allocation:
     bytes: int
     dtype: str
     born: int
-    died: int | None = None
+    died: int = -1  # the end
     kind: str = "other"
 
 
@@ -155,8 +150,7 @@ class _Recorder(TorchDispatchMode):
         for allocation in self.allocations:
             size = math.ceil(allocation.bytes / _BLOCK) * _BLOCK
             changes[allocation.born, KINDS.index(allocation.kind)] += size
-            if allocation.died is not None:
-                changes[allocation.died, KINDS.index(allocation.kind)] -= size
+            changes[allocation.died, KINDS.index(allocation.kind)] -= size
         alive = pd.DataFrame(changes[:-1].cumsum(axis=0), columns=KINDS)
         return pd.DataFrame(self.rows)[["phase", "op"]].join(alive)
 
@@ -200,76 +194,57 @@ def _traffic(func, args, kwargs, result):
     return inputs, written
 
 
-def _expected_by(node):
-    """What gradients a node of the graph takes: their shapes, dtypes and devices."""
-    if type(node).__name__ == "CheckpointFunctionBackward":
-        raise ValueError("reentrant checkpointing is not predicted; checkpoint with use_reentrant=False")
-    try:
-        return node._input_metadata
-    except RuntimeError:  # 2.11 does not tell, 2.15 does
-        raise ValueError(
-            f"torch {torch.__version__} is too old for a model with an autograd.Function in Python"
-        ) from None
-
-
-def _backward(losses, on_gradient):
+def _backward(losses):
     """What `losses.pop().backward()` does, one node of the graph after the other, in the engine's order.
 
     The engine itself asks the device for its streams, and there may be no device. A node is let go as soon as it has
-    run, and with it what it had kept: the list must hold the only reference to the loss. `on_gradient` is called with
-    each gradient that arrives at a weight.
+    run, and with it what it had kept: the list must hold the only reference to the loss.
     """
-    loss = losses.pop()
-    waiting, nodes = Counter(), [loss.grad_fn]  # `waiting`: how many gradients a node has yet to be given
-    for node in nodes:
-        for child, _ in node.next_functions:
-            if child is not None:
-                if child not in waiting:
-                    nodes.append(child)
-                waiting[child] += 1
-    given = {loss.grad_fn: [torch.ones_like(loss)]}
-    order = count()
-    ready = [(-loss.grad_fn._sequence_nr(), next(order), loss.grad_fn)]
-    del loss, node, nodes, child
-    while ready:
-        *_, node = heapq.heappop(ready)
-        gradients, edges = given.pop(node), node.next_functions
-        if hasattr(node, "variable"):
-            weight, gradient = node.variable, gradients[0]
-            if gradient.untyped_storage().nbytes() < gradient.nbytes:  # expanded from fewer numbers
-                gradient = gradient.clone()
-            weight.grad = gradient if weight.grad is None else weight.grad + gradient
-            on_gradient(weight.grad)
-            continue
-        in_python = isinstance(node, torch.autograd.function.BackwardCFunction)
-        if in_python:
-            for place, expected in enumerate(_expected_by(node)):
-                if gradients[place] is None:
-                    gradients[place] = torch.zeros(expected.shape, dtype=expected.dtype, device=expected.device)
-        results = node.apply(*gradients) if in_python else node(*gradients)
-        results = results if isinstance(results, tuple) else (results,)
-        if in_python:  # it returns something for each argument, and has edges to some
-            results = [result for result, needed in zip(results, node.needs_input_grad) if needed]
-            edges = [edge for edge in edges if edge[0] is not None]
-        del node, gradients
-        for (child, place), result in zip(edges, results):
-            if child is None:
-                continue
-            takes = _expected_by(child)
-            places = given.setdefault(child, [None] * len(takes))
-            if result is not None:
-                expected = takes[place]
-                result = result.sum_to_size(expected.shape).to(expected.dtype)
-                places[place] = result if places[place] is None else places[place] + result
-            waiting[child] -= 1
-            if not waiting[child]:
-                del waiting[child]
-                heapq.heappush(ready, (-child._sequence_nr(), next(order), child))
-        del results, result, takes, places, child, edges
+    waiting, loss = {}, losses.pop()  # waiting: the nodes that have yet to run, each with its gradients
+    _give(loss.grad_fn, loss.output_nr, torch.ones_like(loss), waiting)
+    del loss
+    while waiting:
+        _run_newest(waiting)
 
 
-def _autocast(device_type, dtype=None, enabled=True, cache_enabled=True):
-    return autocast_on(device_type, dtype, cache_enabled) if enabled else nullcontext()
+def _give(node, place, gradient, waiting):
+    """Add a gradient to those of a node, as its shape and dtype there are."""
+    if type(node).__name__ == "CheckpointFunctionBackward":
+        raise ValueError("reentrant checkpointing is not predicted; checkpoint with use_reentrant=False")
+    takes = node._input_metadata
+    if list(gradient.shape) != takes[place].shape:
+        gradient = gradient.sum_to_size(takes[place].shape)
+    gradient = gradient.to(takes[place].dtype)
+    gradients = waiting.setdefault(node, [None] * len(takes))
+    gradients[place] = gradient if gradients[place] is None else gradients[place] + gradient
+
+
+def _run_newest(waiting):
+    """Run the newest of the waiting nodes: it has all its gradients, for what makes them is newer than it is."""
+    node = max(waiting, key=lambda node: node._sequence_nr())
+    if hasattr(node, "variable"):
+        weight, gradient = node.variable, *waiting.pop(node)
+        if gradient.untyped_storage().nbytes() < gradient.nbytes:  # expanded from fewer numbers
+            gradient = gradient.clone()
+        weight.grad = gradient if weight.grad is None else weight.grad + gradient
+        return
+    results = _along_edges(node, waiting.pop(node))
+    del node
+    for (child, place), result in results:
+        if child is not None and result is not None:
+            _give(child, place, result, waiting)
+
+
+def _along_edges(node, gradients):
+    """The edges of a node, each with what the node makes of its gradients for it."""
+    if not isinstance(node, torch.autograd.function.BackwardCFunction):
+        results = node(*gradients)
+        return zip(node.next_functions, results if isinstance(results, tuple) else (results,))
+    takes = zip(gradients, node._input_metadata)
+    results = node.apply(*(torch.zeros(t.shape, dtype=t.dtype, device=t.device) if g is None else g for g, t in takes))
+    results = results if isinstance(results, tuple) else (results,)
+    edges = [edge for edge in node.next_functions if edge[0] is not None]  # one for each argument with a gradient
+    return zip(edges, [result for result, needed in zip(results, node.needs_input_grad) if needed])
 
 
 def _made(make):
@@ -309,16 +284,18 @@ def _loss_of_logits(output):
     return binary_cross_entropy_with_logits(output, torch.zeros_like(output))
 
 
+def _known(what, name, known):
+    if name not in known:
+        raise ValueError(f"unknown {what} {name!r}; it is one of {', '.join(known)}")
+    return name
+
+
 @in_words("the model, its inputs or its optimizer")
 def _record(build_model, inputs, precision, optimizer, device_type="cuda", loss=None):
     """Run one training step on fake tensors; the _Recorder that saw it."""
-    if precision not in PRECISIONS:
-        raise ValueError(f"unknown precision {precision!r}; it is one of {', '.join(PRECISIONS)}")
-    if not callable(optimizer) and optimizer not in OPTIMIZERS:
-        raise ValueError(f"unknown optimizer {optimizer!r}; it is a function or one of {', '.join(OPTIMIZERS)}")
-    if device_type not in ("cuda", "cpu"):
-        raise ValueError(f"unknown device type {device_type!r}; only cuda and cpu can be predicted")
-    make_optimizer = optimizer if callable(optimizer) else OPTIMIZERS[optimizer]
+    autocast_to = PRECISIONS[_known("precision", precision, PRECISIONS)]
+    make_optimizer = optimizer if callable(optimizer) else OPTIMIZERS[_known("optimizer", optimizer, OPTIMIZERS)]
+    _known("device type", device_type, ["cuda", "cpu"])
     loss = loss or _loss_of_logits
     dtype = torch.bfloat16 if precision == "pure_bf16" else None
     seen, model = _Recorder(), _made(build_model)
@@ -341,7 +318,7 @@ def _record(build_model, inputs, precision, optimizer, device_type="cuda", loss=
                 seen.mark([tensor], "activations")
             return tensor.detach()  # or an op that keeps its own output would keep itself alive
 
-        autocast = _autocast(device_type, PRECISIONS[precision], PRECISIONS[precision] is not None)
+        autocast = Autocast(device_type, autocast_to, enabled=autocast_to is not None)
         kernels = KernelsOfCuda() if device_type == "cuda" else nullcontext()
         with seen, kernels:
             seen.phase = "forward"
@@ -354,11 +331,12 @@ def _record(build_model, inputs, precision, optimizer, device_type="cuda", loss=
             # Both are asked by torch.utils.checkpoint: for autocast, which torch refuses where the device is missing,
             # and for the engine's number, under which it keeps what it has computed again.
             with (
-                patch.object(torch.amp, "autocast", _autocast),
+                patch.object(torch.amp, "autocast", Autocast),
                 patch.object(torch._C, "_current_graph_task_id", lambda: 0),
                 torch.no_grad(),
             ):
-                _backward(losses, on_gradient=lambda gradient: seen.mark([gradient], "gradients"))
+                _backward(losses)
+            seen.mark([weight.grad for weight in model.parameters() if weight.grad is not None], "gradients")
             seen.phase = "optimizer"
             optimizer.step()
     return seen
@@ -405,10 +383,10 @@ def predict_memory(build_model, inputs, precision, optimizer="sgd_momentum", dev
     cuDNN, which keeps other things. An optimizer of one's own goes through the weights one by one, unless told
     foreach=True, CUDA's default, which needs more in its step for some (RMSprop, Adam).
 
-    Raises ValueError for an unknown precision, optimizer or device type, for a loss that trains nothing, for a model
-    that asks for values, takes other inputs, runs backward itself, or uses sparse gradients, lazy modules or tensors of
-    no module, for weights that do not fit the precision, LBFGS, an LSTM on a CPU, reentrant checkpointing, and, on old
-    versions of torch, an autograd.Function written in Python. A model compiled with torch.compile is predicted eager.
+    Raises ValueError for an unknown precision, optimizer or device type, a loss that trains nothing, a model that asks
+    for values, takes other inputs, runs backward itself, or uses sparse gradients, lazy modules or tensors of no
+    module, weights that do not fit the precision, LBFGS, an LSTM on a CPU, reentrant checkpointing, and, on torch 2.11,
+    an autograd.Function in Python. A model compiled with torch.compile is predicted eager.
 
     Examples
     --------
@@ -550,10 +528,9 @@ def shards(estimate, strategy, ranks):
     >>> shards(predict_memory(lambda: torch.nn.Linear(100, 1, False), (8, 100), "fp32"), "zero2", 4)
     {'optimizer_state': 100, 'gradients': 100, 'parameters': 400, 'activations': 3268}
     """
-    if strategy not in _STAGES:
-        raise ValueError(f"unknown strategy {strategy!r}; it is one of {', '.join(_STAGES)}")
+    divided = _STAGES[_known("strategy", strategy, _STAGES)]
     held = {kind: getattr(estimate, kind) for kind in ("optimizer_state", "gradients", "parameters")}
-    held |= {kind: math.ceil(held[kind] / ranks) for kind in list(held)[: _STAGES[strategy]]}
+    held |= {kind: math.ceil(held[kind] / ranks) for kind in list(held)[:divided]}
     return held | {"activations": sum(estimate.activations.values())}
 
 
@@ -596,7 +573,6 @@ def roofline(build_model, input_shape, precision, gpu, optimizer="sgd_momentum")
     >>> roofline(lambda: torch.nn.Linear(4096, 4096), (64, 4096), "fp16", "V100").bound
     'memory'
     """
-    _check(gpu, precision)
     ops = pd.DataFrame(_record(build_model, input_shape, precision, optimizer).rows)
     ops = on_gpu(ops[ops.bytes > 0].reset_index(drop=True), gpu, precision)
     seconds = float(ops.seconds.sum())
@@ -608,13 +584,6 @@ def roofline(build_model, input_shape, precision, gpu, optimizer="sgd_momentum")
         bound=ops.groupby("bound").seconds.sum().idxmax(),
         ops=ops,
     )
-
-
-def _check(gpu, precision):
-    if gpu not in GPUS.index:
-        raise ValueError(f"unknown GPU {gpu!r}; footprint.GPUS has {', '.join(GPUS.index)}")
-    if math.isnan(GPUS.loc[gpu].get(precision.removeprefix("pure_"), 0)):
-        raise ValueError(f"the {gpu} has no arithmetic units for {precision}")
 
 
 def on_gpu(ops, gpu, precision, launch=0.0, cache=False):
@@ -634,8 +603,9 @@ def on_gpu(ops, gpu, precision, launch=0.0, cache=False):
     >>> f"{seconds[0] / seconds[1]:.1f} times the time, as {GPUS.bandwidth.H100 / GPUS.bandwidth.V100:.1f} times slower"
     '3.7 times the time, as 3.7 times slower'
     """
-    _check(gpu, precision)
-    peaks = GPUS.loc[gpu]
+    peaks = GPUS.loc[_known("GPU", gpu, GPUS.index)]
+    if math.isnan(peaks[_known("precision", precision, PRECISIONS).removeprefix("pure_")]):
+        raise ValueError(f"the {gpu} has no arithmetic units for {precision}")
     wide = peaks.tf32 if precision == "tf32" else peaks.fp32
     rates = {"float32": wide, "float16": peaks.fp16, "bfloat16": peaks.bf16}
     rate = ops.dtype.map(rates).fillna(wide).mask(ops.depthwise, peaks.fp32)

@@ -28,7 +28,6 @@ NEEDED_BY = {
     "torch._C._dispatch_key_for_device": "autocast.cast_policies: the name of a device's autocast key",
     "torch._C._DisableAutocast": "autocast: an op called without autocast",
     "torch._C.DisableTorchFunctionSubclass": "check.mean_loss: a tensor that counts how often it is read",
-    "torch._VF": "autocast.cast_policies: RNN ops that torch does not offer elsewhere",
     "torch._amp_update_scale_": "check.next_state: GradScaler's own rule",
     "torch._foreach_norm": "diagnose: one kernel for all gradients",
     "torch._dynamo.config.fail_on_recompile_limit_hit": "notebook 08: no arm may run uncompiled, unseen",
