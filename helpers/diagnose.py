@@ -389,6 +389,9 @@ def _numbers(model, optimizers, scaler):
     over = [f"{name}: {size:,.0f}" for name, size in sizes.items() if LARGEST < size < math.inf]
     if over and AUTOCAST.get(model, FP16 if _is_on(scaler) else None) == FP16:
         yield likely("weights above 65504", over, "fp16 makes inf of them.", "The convolution")
+    large = {name: _largest([each]) for name, each in buffers.items() if name not in bad and each.dtype != FP16}
+    if over := [f"{name}: {size:,.0f}" for name, size in large.items() if LARGEST < size < math.inf]:
+        yield note("buffers above 65504", over, "`.half()` makes inf of them.")
 
 
 def _switches(model, optimizers, scaler):
@@ -449,10 +452,15 @@ def _cast_by_fsdp(module, args, kwargs):
             yield likely(what, "", cost)
 
 
+def _low_hooks(model):
+    """DDP's communication hooks that reduce in few bits."""
+    hooks = [getattr(hook, "__name__", str(hook)) for hook, _ in getattr(model, "_comm_hooks", ())]
+    return [name for name in hooks if re.search("16|power|quant", name)]
+
+
 def _wrappers(model):
     """What lies around a model: torch.compile, and DDP's hooks, which may reduce in 16 bits."""
-    hooks = [getattr(hook, "__name__", str(hook)) for hook, _ in getattr(model, "_comm_hooks", ())]
-    if low := [name for name in hooks if re.search("16|power|quant", name)]:
+    if low := _low_hooks(model):
         cost = "It casts gradients to reduce them: in fp16, those below 6e-8 become 0, and those above 65504 inf."
         yield likely("a communication hook of DDP", low, cost)
     if compiled := [name for name, module in model.named_modules() if _is_compiled(module)]:
@@ -539,7 +547,9 @@ def _made(phase, module, op, call, args, kwargs, output):
     if not after:
         return None
     kind = next(each for each in ("nan", "inf", "-inf") if each in after)
-    hint, why = _reason(op, *[each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]), "reason"
+    tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
+    negative = op == "pow" and isinstance(args[1], float) and args[1] < 0
+    hint, why = _reason("reciprocal" if negative else op, *tensors), "reason"
     if not hint:
         again = _in_float32(call, args, kwargs, outputs[0].device)
         why = "format" if again and not _kinds(again) else "" if before else "range"
@@ -648,7 +658,7 @@ class _Ops(TorchDispatchMode):
                 what = f"{len(whole):,} whole numbers in a row become {left:,} in {dtype}"
                 cost = f"Above {last:,.0f} neighbours fall together. Keep positions in FP32."
                 self.coarse.append(likely(what, module, cost))
-            elif op == "_to_copy" and source.dtype == FP32 and not source.requires_grad and source.dim() < 4:
+            elif op == "_to_copy" and source.dtype not in SIXTEEN and not source.requires_grad and source.dim() < 4:
                 self._look_at_columns(module, source, output)
 
     def _look_at_columns(self, module, source, output):
@@ -897,6 +907,7 @@ class _Calls:
     def __init__(self, seen):
         self.seen, self.scalers, self.met = seen, weakref.WeakSet(), 0
         self.tries = self.updates = self.scaled = 0  # steps tried, updates, losses scaled since the last update
+        self.not_scaled = 0  # backward passes of other losses since the last update
         self.unscaled, self.kept, self.in_step = Counter(), False, False
         self.stepped = weakref.WeakSet()  # by the scaler, since a loss was scaled
 
@@ -926,6 +937,11 @@ class _Calls:
                 cost = "Gradients of the earlier passes are divided by the scale again: nearly nothing is left of them."
                 cost += " Call unscale_, clip, step and update once, after the last of the passes that add up."
                 self.seen.tell(certain("unscale_ is called on gradients that it unscaled already", what, cost))
+            if self.scaled and self.not_scaled:
+                cost = "Its gradients are divided by a scale that it was not multiplied by: scale each loss."
+                say = certain if len(self.seen.optimizers) < 2 else likely
+                what = f"of {self.scaled + self.not_scaled} losses for one step, {self.not_scaled} were not scaled"
+                self.seen.tell(say(what, "", cost))
             self.seen.looks.note_norm("norm before unscale_")
             self.unscaled[optimizer] += 1
         return original(scaler, optimizer)
@@ -943,7 +959,7 @@ class _Calls:
             self.stepped.add(optimizer)
 
     def update(self, original, scaler, *args, **kwargs):
-        self.updates, self.scaled = self.updates + 1, 0
+        self.updates, self.scaled, self.not_scaled = self.updates + 1, 0, 0
         return original(scaler, *args, **kwargs)
 
     def stepping(self, optimizer):
@@ -1177,7 +1193,11 @@ class _Looks:
 def _inspect(seen):
     """Do the pass again and look at each op of it: what it hides, and why gradients are 0."""
     saved = seen.saved
-    if seen.problem or not saved["gradients"] or "batch" not in saved or (_world() and _is_fsdp(seen.model)):
+    if seen.problem or not saved["gradients"] or "batch" not in saved:
+        return
+    if _is_fsdp(seen.model):  # whose hooks a second pass would disturb
+        fp16 = "float16" in seen.looks.dtypes.values()
+        seen.zero = _nothing_arrives(seen, _zero_gradients(seen), saved, most=2.0**-25 if fp16 else 0)
         return
     ops, seen.muted = _Ops(seen.plain), True
     try:
@@ -1191,25 +1211,41 @@ def _inspect(seen):
             seen.hidden.setdefault((each.module, each.op), each)
     for each in ops.coarse:
         seen.coarse.setdefault((each.where, each.what.split()[0]), each)
-    zero = [name for name, weight in seen.trained if weight.dim() > 1 and weight.grad is not None]
-    zero = [name for name in zero if _largest([dict(seen.trained)[name].grad]) == 0]
-    finite = not _kinds(saved["gradients"].values())
-    seen.zero = _why_zero(seen, zero, saved, ops, gradients) if zero and finite else None
+    zero = _zero_gradients(seen)
+    if zero and not _kinds(saved["gradients"].values()):
+        seen.zero = _nothing_arrives(seen, zero, saved) or _why_zero(seen, zero, saved, ops, gradients)
+
+
+def _zero_gradients(seen):
+    """The names of matrices whose gradient is 0 everywhere."""
+    there = [(name, weight.grad) for name, weight in seen.trained if weight.dim() > 1 and weight.grad is not None]
+    return [name for name, gradient in there if _largest([gradient]) == 0]
+
+
+UNDERFLOW = "They underflow: scale the loss with a GradScaler, or use bf16."
+
+
+def _nothing_arrives(seen, zero, saved, most=0):
+    """A Finding if the gradient that reaches the model's output is nowhere above `most`."""
+    size = _largest(saved["gradients"].values())
+    if not zero or not size <= most:
+        return None
+    where, dtype = _whole(seen.plain, zero), _short(next(iter(saved["gradients"].values())).dtype)
+    what = f"the gradient that reaches the model's output is 0 everywhere ({dtype})"
+    if size:
+        what, dtype = f"the gradient that reaches the model's output, up to {size:.2g}, is 0 in fp16", "float16"
+    if seen.flat:
+        return certain(f"{what}, and {seen.flat}", where, "A loss that is divided by an inf is 0, and so is its slope.")
+    if dtype == "float16" and not seen.enabled():
+        return certain(what, where, UNDERFLOW)
+    return likely(what, where, "The loss does not change with it: it is saturated, cut off, or divided by an inf.")
 
 
 def _why_zero(seen, zero, saved, ops, right):
     """Why weights have a gradient that is 0 everywhere: a Finding, by what `ops` saw of the same pass, done again."""
-    weights, where = dict(seen.weights), _whole(seen.plain, zero)
-    arriving = _largest(saved["gradients"].values())
-    dtype = _short(next(iter(saved["gradients"].values())).dtype)
-    underflow = "They underflow: scale the loss with a GradScaler, or use bf16."
+    weights, where, underflow = dict(seen.weights), _whole(seen.plain, zero), UNDERFLOW
     if saved["backward in autocast"]:
         underflow = "They underflow; the backward ran under autocast too: leave the region before it. Scale the loss."
-    if arriving == 0:
-        constant = "The loss does not change with it: it is saturated, cut off, or divided by an inf."
-        cost = underflow if dtype == "float16" and not seen.enabled() else constant
-        say = certain if dtype == "float16" and not seen.enabled() else likely
-        return say(f"the gradient that reaches the model's output is 0 everywhere ({dtype})", where, cost)
     sizes = {name: _largest([right[name]]) for name in zero if name in right}
     if lost := [name for name, size in sizes.items() if size > 0]:
         what = "gradients that are 0 everywhere, though the same pass, done again, makes them"
@@ -1332,6 +1368,8 @@ class watch:
         self.last_bad, self.bad_pass = -1, -1  # the step and the pass of the last bad gradients
         self.told, self.trend, self.scales = {}, deque(maxlen=256), []
         self.problem = self.error = self.saved = self.good = self.loss = self.why = self.cast = self.zero = None
+        self.flat = ""  # what makes a finite loss stand still
+        self.stops = False  # whether this pass is the last one
         self.hidden, self.coarse = {}, {}
         self.labels, self.values, self.pending, self.undo, self.watched = [], [], [], [], []
         self.inside = self.muted = self.forward_seen = self.warned = self.stepped = False
@@ -1498,10 +1536,13 @@ class watch:
     def _look_at_loss(self, loss):
         self.loss = _Loss(loss, self.at_once)
         raw = [node.metadata["loss"] for node in self.loss.region if "loss" in node.metadata]
+        self.calls.not_scaled += self.enabled() and not raw
         value = (raw[0] if raw else loss.detach()).float().reshape(())
         self._note("loss", "", [value])
         if self.at_once and not math.isfinite(value.item()):
             self._explain("loss", self.labels, self.values)
+        elif self.at_once and value.item() == 0 and (origin := self.loss.origin()):
+            self.flat = origin.words
 
     def _after_backward(self, sums):
         found = {name: weight.grad for name, weight in self.weights if weight.grad is not None}
@@ -1590,6 +1631,7 @@ class watch:
         """Find where a number that is not finite comes from, save the pass, and stop."""
         if self.problem is None:
             bad = [label for label, value in zip(labels, values) if not math.isfinite(float(value))]
+            self.stops = not self.warn
             origin = _origin(self, phase, bad, intact)
             _report(self, origin, self.passes + 1 if number is None else number, intact)
 
@@ -1752,7 +1794,7 @@ def _why_skipped(seen):
 
 def _made_in(seen):
     """The Origins of the last pass, and those of a good pass before it."""
-    if "batch" not in (seen.saved or {}) or (_world() and _is_fsdp(seen.model)):
+    if "batch" not in (seen.saved or {}) or (_is_fsdp(seen.model) and (_world() or not seen.stops)):
         return [], []
     seen.muted = True
     try:
@@ -1796,6 +1838,9 @@ def _place(seen, phase, bad, intact=False):
         return Origin("backward", "", "", words)
     names, order = [name.rpartition(".")[0] for name in names], [*seen.looks.dtypes]
     module = max(names, key=lambda name: order.index(name) if name in order else -1, default="")
+    if intact and (low := _low_hooks(seen.model)) and not _world():
+        words = f"in the communication hook {_some(low)}, which casts: the same pass has finite gradients without it"
+        return Origin(phase, "", low[0], words)
     shared = "; or another process's, by the reduction" if _world() else ""
     if any(map(_is_compiled, seen.model.modules())) and (seen.saved or {}).get("gradients") and intact:
         shared += (
@@ -1842,12 +1887,14 @@ RAISED = {  # what an error says, and what it means
 
 def _where_raised(model, error):
     """A Finding of an error that stopped the run: the innermost module in its traceback, and what it means."""
-    names, inside = {id(module): name for name, module in model.named_modules()}, ""
+    names, inside, own = {id(module): name for name, module in model.named_modules()}, "", ""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         inside = names.get(id(frame.f_locals.get("self")), inside)
+        if frame.f_code.co_name == "backward" and "ctx" in frame.f_locals:
+            own = " It was raised in a backward of one's own, which runs outside of autocast: torch.amp.custom_bwd."
     said = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}".rstrip(".: ")
     means = next((means for words, means in RAISED.items() if re.search(words, said)), "")
-    return certain(f"the run stopped with {said}", inside, means)
+    return certain(f"the run stopped with {said}", inside, means + own * means.startswith("Two dtypes"))
 
 
 # What a watch saw, judged: each function yields what it finds; the first of the worst is the verdict

@@ -14,6 +14,8 @@ import nbformat
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -205,6 +207,9 @@ def test_numbers():
     assert found(report, "weights that are not finite", "certain")["where"] == "3.bias"
     assert "0.weight" in found(report, "weights above 65504", "likely")["where"]
     assert found(report, "buffers that are not finite", "certain")["where"] == "3.running_var"
+    model[3].running_mean[1] = 1e5
+    assert found(audit(model), "buffers above 65504", "note")["where"] == "3.running_mean: 100,000"
+    model[3].running_mean[1] = 0
     assert "65504" not in str(audit(model))  # nothing says that fp16 is used
     for weight in model.parameters():
         weight.grad = torch.zeros_like(weight)
@@ -787,6 +792,12 @@ def another_optimizer(run):
     run.other.step()
 
 
+def partly_scaled(run):
+    run.backward(run.loss())
+    run.backward(run.mine.scale(run.loss(clear=False)))
+    run.mine.step(run.optimizer)
+
+
 def cleared(run):
     run.backward(run.loss())
     for one in (run.optimizer, run.other):
@@ -817,6 +828,7 @@ class Run:
         (new_scaler, "each step uses a new GradScaler", True),
         (scaled_twice, "scaler.scale is called twice on the same loss", True),
         (not_scaled, "on a loss that scaler.scale has not seen", True),
+        (partly_scaled, "of 2 losses for one step, 1 were not scaled", True),
         (stepped_directly, "without scaler.step or unscale_", False),
         (stepped_again, "is called again after scaler.step", True),
         (clipped_first, "between backward and unscale_", True),
@@ -845,6 +857,82 @@ def test_an_error_of_the_run_is_placed_and_explained():
         model(torch.rand(4, 8))
     row = found(seen, "the run stopped with RuntimeError", "certain")
     assert row["where"] == "2" and "Two dtypes meet" in row.cost and "the run stopped" in seen.report.verdict
+
+
+class Cast(torch.autograd.Function):
+    """Its backward meets a float32 weight outside of autocast."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(weight)
+        return x.half() @ weight.half()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient @ ctx.saved_tensors[0].T, None
+
+
+class Casts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8, 8))
+
+    def forward(self, x):
+        return Cast.apply(x, self.weight)
+
+
+def test_an_error_in_a_backward_of_one_s_own_is_told_of_autocast():
+    model = network(Casts())
+    with pytest.raises(RuntimeError, match="dtype"), watch(model, sgd(model), save=None) as seen:
+        model(torch.rand(4, 8)).float().sum().backward()
+    assert "torch.amp.custom_bwd" in found(seen, "the run stopped with RuntimeError", "certain").cost
+
+
+def test_a_loss_that_is_divided_by_an_inf_is_flat():
+    model = network()
+    with watch(model, sgd(model), save=None) as seen:
+        count = torch.ones(70_000, dtype=FP16).sum()
+        train(model, sgd(model), factors=[1] * 2, loss=lambda output: output.half().sum() / count)
+    assert "div was given inf (float16)" in found(seen, "output is 0 everywhere", "certain").what
+
+
+def test_times_in_float64_are_cast_too():
+    class Clock(nn.Module):
+        def forward(self, x):
+            return x.bfloat16().float() / 1e9
+
+    model = nn.Sequential(Clock(), nn.Linear(8, 8))
+    with watch(model, sgd(model), save=None) as seen:
+        for _ in range(2):
+            model(1.7e9 + 1e5 * torch.rand(16, 8, dtype=torch.float64)).sum().backward()
+    assert "column 0 of an input" in seen.report.verdict
+
+
+@pytest.fixture
+def one_process(tmp_path):
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_fsdp2_is_not_disturbed_and_its_underflow_is_seen(one_process):
+    policy = MixedPrecisionPolicy(param_dtype=FP16, output_dtype=torch.float32)
+    model = fully_shard(network(), mp_policy=policy)
+    with watch(model, sgd(model), every=2, save=None) as seen:
+        for _ in range(6):
+            (1e-8 * model(torch.rand(4, 8))).mean().backward()
+            assert all(weight.grad is not None for weight in model.parameters())
+            model.zero_grad()
+    assert "is 0 in fp16" in found(seen, "the gradient that reaches the model's output", "certain").what
+
+
+def test_a_communication_hook_of_ddp_is_blamed_for_what_it_makes(one_process):
+    model = nn.parallel.DistributedDataParallel(network())
+    model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    words = "in the communication hook fp16_compress_hook"
+    with pytest.raises(NonFinite, match=words), watch(model, sgd(model), save=None):
+        (1e6 * model(torch.rand(4, 8))).sum().backward()
 
 
 def test_accumulation_and_several_forwards_are_one_step():
