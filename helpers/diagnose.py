@@ -10,6 +10,21 @@ This one file can be copied into any project; it needs torch and pandas (and mat
 
 The first line that is printed is the verdict: the most probable cause, with its place, evidence and mend. Cases are
 headings of notebook 14, the clinic, where each is shown and mended.
+
+The parts, in the order of reading:
+
+    1. Findings and reports               what audit and watch answer with
+    2. Small questions                    to tensors, models, optimizers and processes
+    3. audit                              each function yields what it finds
+    4. A pass again, op by op             what made a number that is not finite, or 0; `replay`
+    5. The loss                           the same, by what autograd keeps of it
+    6. The calls of scaler and optimizer  missing, double or misplaced ones
+    7. The trend                          of loss and gradients over many passes
+    8. The close look                     at one pass of `every`: sizes, zeros, updates
+    9. watch                              its hooks, which only note numbers, and what it raises
+    10. The search                        for what made the first number that is not finite
+    11. The verdicts                      what was seen, judged
+    12. bisect                            which modules need FP32
 """
 
 import copy
@@ -17,7 +32,6 @@ import functools
 import gc
 import math
 import re
-import statistics
 import traceback
 import warnings
 import weakref
@@ -37,11 +51,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 LARGEST = torch.finfo(FP16).max  # 65504
+ZERO = 2.0**-25  # from here down, numbers are 0 in fp16
 SIXTEEN = (FP16, BF16)
 FLOATS = (*SIXTEEN, FP32, torch.float64)
 SAMPLE = 1024  # values of a tensor from which shares are estimated
 RECORDS = 128  # looks that are kept; beyond, every second one goes
 AUTOCAST = weakref.WeakKeyDictionary()  # of a model that was watched: the dtype of its autocast, None if it was not on
+
+
+# 1. Findings and reports
 
 
 class Finding(NamedTuple):
@@ -83,13 +101,16 @@ class Report:
         return "\n".join(self.lines)
 
 
-def _short(dtype):
-    return str(dtype).removeprefix("torch.")
-
-
 def _some(names, most=4):
     names = [name or "the model" for name in names]
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+# 2. Small questions to tensors, models, optimizers and processes
+
+
+def _short(dtype):
+    return str(dtype).removeprefix("torch.")
 
 
 def _count(tensors):
@@ -98,6 +119,16 @@ def _count(tensors):
     for tensor in tensors:
         counts[_short(tensor.dtype)] += tensor.numel()
     return ", ".join(f"{count:,} {dtype}" for dtype, count in counts.most_common())
+
+
+def _last_whole(dtype):
+    """The end of the whole numbers that a format holds one by one: 256 in bf16, 2048 in fp16."""
+    return 2 / torch.finfo(dtype).eps
+
+
+def _spacing(size, dtype):
+    """How far apart the neighbours of a number are."""
+    return torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(size))
 
 
 def _local(tensor):
@@ -136,7 +167,7 @@ def _floats(value):
 def _ends(tensors):
     """The smallest and the largest number of each tensor, NaN if one is: two lists. It waits for a GPU."""
     ends = [torch.stack(torch.aminmax(_local(each))).float() for each in tensors if _local(each).numel()]
-    return torch.stack([end.to(ends[0].device) for end in ends]).T.tolist() if ends else ([0.0], [0.0])
+    return _together(ends, ends[0].device).T.tolist() if ends else ([0.0], [0.0])
 
 
 def _kinds(tensors):
@@ -158,6 +189,12 @@ def _norms(tensors, order=2):
     return [norm.float() for norm in torch._foreach_norm(tensors, order, dtype=wide)] if tensors else []
 
 
+def _together(values, device):
+    """Numbers in one tensor, without waiting for it; modules may lie on several devices."""
+    values = [each if each.device == device else each.to(device, non_blocking=True) for each in values]
+    return torch.stack(values) if values else torch.zeros(1, device=device)
+
+
 def _sample(tensor):
     values = _local(tensor).reshape(-1)
     return values[:: max(1, values.numel() // SAMPLE)].to(FP32, copy=True)
@@ -176,15 +213,6 @@ def _gpus(device):
     return [device] if device.type == "cuda" else []
 
 
-def _list(value):
-    return list(value) if isinstance(value, (tuple, list)) else [value] if value is not None else []
-
-
-def _is_on(scaler):
-    """Whether a loss scaler works; one that cannot say so, as DeepSpeed's, does."""
-    return scaler is not None and (not hasattr(scaler, "is_enabled") or scaler.is_enabled())
-
-
 def _plain(model):
     """The model inside the wrappers of torch.compile and DistributedDataParallel."""
     while hasattr(model, "_orig_mod") or isinstance(model, nn.parallel.DistributedDataParallel):
@@ -200,51 +228,104 @@ def _is_fsdp(model):
     return any(hasattr(module, "_get_fsdp_state") for module in model.modules())
 
 
-def _world():
-    """How many processes train together; 0 for one alone."""
-    size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    return size if size > 1 else 0
+def _policy(module):
+    """The dtypes that FSDP2 uses in a module; None if it does not shard it."""
+    return vars(module._get_fsdp_state())["_mp_policy"] if hasattr(module, "_get_fsdp_state") else None
 
 
-def _groups(optimizers):
-    return [group for one in optimizers for group in one.param_groups]
+def _trained(model):
+    return {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+
+
+def _gradients(weights):
+    """Those that are there, by name."""
+    return {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
+
+
+def _module_of(weight):
+    """The name of the module that a weight's name begins with."""
+    return weight.rpartition(".")[0]
+
+
+def _child(name, child):
+    return f"{name}.{child}".lstrip(".")
 
 
 def _whole(model, names):
     """The same weights in fewer words: modules all of whose weights are among the names, then the weights left."""
     left, whole = set(names), []
     for name, module in model.named_modules():
-        inside = {f"{name}.{weight}".lstrip(".") for weight, _ in module.named_parameters()}
+        inside = {_child(name, weight) for weight, _ in module.named_parameters()}
         if inside and inside <= left:
             whole.append(name or "all weights")
             left -= inside
     return whole + [name for name in names if name in left]
 
 
-# audit: each function yields what it finds in a model, its optimizers and its scaler
+def _list(value):
+    return list(value) if isinstance(value, (tuple, list)) else [value] if value is not None else []
+
+
+def _groups(optimizers):
+    return [group for one in optimizers for group in one.param_groups]
+
+
+def _held(optimizers):
+    return [weight for group in _groups(optimizers) for weight in group["params"]]
+
+
+def _is_on(scaler):
+    """Whether a loss scaler works; one that cannot say so, as DeepSpeed's, does."""
+    return scaler is not None and (not hasattr(scaler, "is_enabled") or scaler.is_enabled())
+
+
+def _world():
+    """How many processes train together; 0 for one alone."""
+    size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    return size if size > 1 else 0
+
+
+# 3. audit: each function yields what it finds in a model, its optimizers and its scaler
+
+
+def _scales(model, optimizers, scaler):
+    """What a GradScaler, or another loss scaler with a `cur_scale`, is about to do."""
+    if not _is_on(scaler):
+        if scaler is not None:
+            yield note("the GradScaler is disabled", "", "Gradients are not scaled: in fp16 small ones become 0.")
+        return
+    scale = scaler.get_scale() if hasattr(scaler, "get_scale") else getattr(scaler, "cur_scale", 1)
+    if scale == 0 or not math.isfinite(scale):
+        yield certain(f"the scale is {scale:g}", "", "Gradients become 0, inf or NaN by it, whatever they were.")
+    elif scale < 1 or scale == getattr(scaler, "min_scale", None):
+        where = "below 1" if scale < 1 else "at its minimum"
+        cost = "Overflow ends at a low scale: these gradients are bad for another reason."
+        yield likely(f"the scale is {where}: {scale:g}", "", cost, "The scale that only falls")
+    if any(weight.dtype == BF16 for weight in _trained(model).values()):
+        cost = "bf16 needs no scale; on CUDA, unscaling is 'not implemented for BFloat16' in some versions."
+        yield likely("a GradScaler over bf16 weights", "", cost)
 
 
 def _masters(model, optimizers, scaler):
     """16-bit weights that train, and whether someone keeps them in FP32."""
-    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-    low = {name: weight for name, weight in trained.items() if weight.dtype in SIXTEEN}
-    fp16 = [name for name, weight in low.items() if weight.dtype == FP16]
-    if low and (kept := _who_keeps_masters([*low.values()], optimizers)):
+    low = {name: weight for name, weight in _trained(model).items() if weight.dtype in SIXTEEN}
+    if low and (kept := _who_keeps_masters(low.values(), optimizers)):
         yield note(f"16-bit weights, {kept}")
     elif low:
         half_a_step, decay = _lost_decay(low.values(), optimizers)
-        cost = f"An update below {half_a_step:.2g} of its weight is rounded away"
-        cost += f", and weight decay (lr * weight_decay = {decay:.2g})" if decay else ""
-        what = f"16-bit weights that train, without FP32 masters: {_count(low.values())}"
         foreign = any(not type(one).__module__.startswith("torch.") and not one.state for one in optimizers)
-        cost += ", if this optimizer keeps none" if foreign else ""
+        decays = f", and weight decay (lr * weight_decay = {decay:.2g})" if decay else ""
+        unless = ", if this optimizer keeps none" if foreign else ""
+        cost = f"An update below {half_a_step:.2g} of its weight is rounded away{decays}{unless}. "
+        cost += "Load or cast what trains as FP32."
+        what = f"16-bit weights that train, without FP32 masters: {_count(low.values())}"
         case = "Sharded without masters" if _is_fsdp(model) else "The small learning rate"
-        say = note if foreign else likely
-        yield say(what, _whole(model, [*low]), f"{cost}. Load or cast what trains as FP32.", case)
+        yield (note if foreign else likely)(what, _whole(model, low), cost, case)
+    fp16 = [name for name, weight in low.items() if weight.dtype == FP16]
     if fp16 and _is_on(scaler):
         fused = any(group.get("fused") for group in _groups(optimizers))
-        cost = f"`{'unscale_' if fused else 'scaler.step'}` raises 'Attempting to unscale FP16 gradients'. Train FP32 "
-        cost += "weights; autocast makes the fp16."
+        raises = f"`{'unscale_' if fused else 'scaler.step'}` raises 'Attempting to unscale FP16 gradients'."
+        cost = f"{raises} Train FP32 weights; autocast makes the fp16."
         say = likely if fused or not optimizers else certain
         yield say("a GradScaler over trained fp16 weights", _whole(model, fp16), cost, "Fine-tuning in fp16")
 
@@ -258,34 +339,16 @@ def _lost_decay(weights, optimizers):
 
 def _who_keeps_masters(low, optimizers):
     """Who keeps trained 16-bit weights in FP32, in words; "" if nobody is seen to."""
-    held = [weight for group in _groups(optimizers) for weight in group["params"]]
-    if held and not {id(weight) for weight in held} & {id(weight) for weight in low}:
+    held = _held(optimizers)
+    if held and not set(map(id, held)) & set(map(id, low)):
         return "FP32 masters in the optimizer" if any(weight.dtype == FP32 for weight in held) else ""
     if any(getattr(one, "bf16_stochastic_round", False) for one in optimizers):
         return "rounded stochastically"
-    kept = [each for one in optimizers for each in _tensors(vars(one)) if each.dtype == FP32]
+    kept = [_local(each) for one in optimizers for each in _tensors(vars(one)) if each.dtype == FP32]
     low = [_local(weight) for weight in low if weight.dim() > 1 and _largest([weight])][:8]  # not 0, as states may be
     same = lambda weight, each: weight.shape == each.shape and torch.equal(weight, each.to(weight.dtype))
-    found = low and all(any(same(weight, _local(each)) for each in kept) for weight in low)
+    found = low and all(any(same(weight, each) for each in kept) for weight in low)
     return "and the optimizer keeps FP32 copies" if found else ""
-
-
-def _scales(model, optimizers, scaler):
-    """What a GradScaler, or another loss scaler with a `cur_scale`, is about to do."""
-    if not _is_on(scaler):
-        if scaler is not None:
-            yield note("the GradScaler is disabled", "", "Gradients are not scaled: in fp16 small ones become 0.")
-        return
-    scale = scaler.get_scale() if hasattr(scaler, "get_scale") else getattr(scaler, "cur_scale", 1)
-    if scale == 0 or not math.isfinite(scale):
-        yield certain(f"the scale is {scale:g}", "", "Gradients become 0, inf or NaN by it, whatever they were.")
-    elif scale < 1 or scale == getattr(scaler, "min_scale", None):
-        cost = "Overflow ends at a low scale: these gradients are bad for another reason."
-        where = "below 1" if scale < 1 else "at its minimum"
-        yield likely(f"the scale is {where}: {scale:g}", "", cost, "The scale that only falls")
-    if any(weight.dtype == BF16 for weight in model.parameters() if weight.requires_grad):
-        cost = "bf16 needs no scale; on CUDA, unscaling is 'not implemented for BFloat16' in some versions."
-        yield likely("a GradScaler over bf16 weights", "", cost)
 
 
 def _states(model, optimizers, scaler):
@@ -296,8 +359,8 @@ def _states(model, optimizers, scaler):
         zero = [(_local(m) != 0) & (_local(v) == 0) for m, v in pairs if v.dtype == FP16]
         zero = max([float(each.float().mean()) for each in zero], default=0)
         eps, beta, rate = group.get("eps", 1), group.get("betas", (0, 0))[-1], float(group.get("lr", 1))
-        fp16 = {weight.dtype for weight in group["params"]} >= {FP16} and not group.get("fused")
-        if fp16 and 0 < eps <= 2.0**-25:
+        fp16 = any(weight.dtype == FP16 for weight in group["params"]) and not group.get("fused")
+        if fp16 and 0 < eps <= ZERO:
             cost = "Where the second moment is 0 too, the step divides by 0: inf or NaN. FP32 weights, or eps=1e-4."
             yield certain(f"{name}'s eps = {eps:g} is 0 in fp16", "", cost, "Adam in fp16")
         if zero > 0.01:
@@ -315,26 +378,23 @@ def _states(model, optimizers, scaler):
 
 def _training(model, optimizers, scaler):
     """What trains, and what the optimizer holds."""
-    weights, groups = dict(model.named_parameters()), _groups(optimizers)
-    trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
-    held = [weight for group in groups for weight in group["params"]]
-    missing = [name for name, weight in trained.items() if not any(weight is each for each in held)]
-    same_shapes = {tuple(weight.shape) for weight in trained.values()} <= {tuple(weight.shape) for weight in held}
-    if groups and len(missing) == len(trained) > 0 and same_shapes:
+    weights, trained, held = dict(model.named_parameters()), _trained(model), _held(optimizers)
+    ids, shapes = set(map(id, held)), {tuple(weight.shape) for weight in held}
+    missing = [name for name, weight in trained.items() if id(weight) not in ids]
+    if held and len(missing) == len(trained) > 0 and shapes >= {tuple(weight.shape) for weight in trained.values()}:
         if not any(weight.dtype in SIXTEEN for weight in trained.values()):  # else it holds masters
             cost = "The model was built again, moved or wrapped after it: `step` changes other weights."
             yield certain("the optimizer holds none of the model's weights", "", cost, "No inf checks")
-    elif groups and missing:
+    elif held and missing:
         cost = "Only another optimizer moves them."
         yield likely("trainable weights that the optimizer lacks", _whole(model, missing), cost)
     adapter = re.compile("lora|adapter|ia3|prefix|prompt", re.IGNORECASE)
     parts = tuple(f"{name}." for name, part in model.named_modules() if adapter.search(type(part).__name__) and name)
     adapters = [name for name in weights if adapter.search(name) or (name.startswith(parts) and ".base" not in name)]
-    frozen = [name for name in weights if name not in trained]
     if adapters and not set(adapters) & set(trained):
         cost = "requires_grad is False: perhaps they were frozen together with what they were put into."
         yield likely("adapters that are frozen", _whole(model, adapters), cost)
-    if frozen:
+    if frozen := [name for name in weights if name not in trained]:
         words = f"frozen {_count(weights[name] for name in frozen)}; trained {_count(trained.values()) or 'nothing'}"
         yield note(words, _whole(model, frozen))
 
@@ -343,7 +403,7 @@ def _modules(model, optimizers, scaler):
     """Positions, statistics and small constants in 16 bits."""
     fp16 = {name: part for name, part in model.named_modules() if any(w.dtype == FP16 for w in part.parameters(False))}
     eps = {name: getattr(part, "eps", None) or 1 for name, part in fp16.items()}
-    if eps := [f"{name}.eps = {value:g}" for name, value in eps.items() if value <= 2.0**-25]:
+    if eps := [f"{name}.eps = {value:g}" for name, value in eps.items() if value <= ZERO]:
         yield likely("an eps that is 0 in fp16", eps, "It guards no division.", "Vectors of length 1")
     buffers = [name for name, buffer in model.named_buffers() if buffer.dtype in SIXTEEN]
     if places := [name for name in buffers if re.search("inv_freq|position|rotary|freqs", name)]:
@@ -356,13 +416,12 @@ def _modules(model, optimizers, scaler):
 def _sharding(model, optimizers, scaler):
     """The policies of FSDP2, which casts whole modules."""
     for name, module in model.named_modules():
-        if hasattr(module, "_get_fsdp_state"):
-            policy = vars(module._get_fsdp_state())["_mp_policy"]
+        if (policy := _policy(module)) and policy.param_dtype:
             words = f"param_dtype {_short(policy.param_dtype)}, reduce_dtype {_short(policy.reduce_dtype)}"
             if policy.param_dtype in SIXTEEN and policy.reduce_dtype in (None, *SIXTEEN):
                 cost = "Set reduce_dtype=torch.float32."
                 yield likely(f"FSDP2 reduces gradients in 16 bits: {words}", [name], cost)
-            elif policy.param_dtype:
+            else:
                 yield note(f"FSDP2's policy: {words}", [name])
 
 
@@ -372,25 +431,24 @@ SETTINGS = _scales, _masters, _states, _training, _modules, _sharding
 def _numbers(model, optimizers, scaler):
     """Weights, buffers, states and gradients that are not finite, or beyond fp16's end."""
     weights = {name: weight for name, weight in model.named_parameters() if weight.dtype in FLOATS}
-    gradients = {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
     buffers = {name: each for name, each in model.named_buffers() if each.dtype in FLOATS}
     states = [(key, each) for one in optimizers for state in one.state.values() for key, each in state.items()]
-    bad = {name for name, each in (weights | buffers).items() if _kinds([each]) - {"-inf"}}  # a mask's
-    if spoilt := [name for name in weights if name in bad]:
+    bad = [name for name, each in (weights | buffers).items() if _kinds([each]) - {"-inf"}]  # a mask's
+    if spoilt := [name for name in bad if name in weights]:
         yield certain("weights that are not finite", spoilt, "Go back to a checkpoint.")
-    if spoilt := [name for name in buffers if name in bad]:
+    if spoilt := [name for name in bad if name in buffers]:
         cost = "Evaluation uses them: NaN there, and none in training. A skipped step does not undo them."
         yield certain("buffers that are not finite", spoilt, cost, "NaN in evaluation only")
     if spoilt := {str(key) for key, each in states if _kinds(_tensors(each))}:
         yield certain("states of the optimizer that are not finite", sorted(spoilt), "They stay so.")
-    if not _is_on(scaler) and (wild := [name for name, gradient in gradients.items() if _kinds([gradient])]):
+    if not _is_on(scaler) and (wild := [name for name, each in _gradients(weights).items() if _kinds([each])]):
         yield certain("gradients that are not finite", wild, "The next step spoils all.")
     sizes = {name: _largest([weight]) for name, weight in weights.items()}
     over = [f"{name}: {size:,.0f}" for name, size in sizes.items() if LARGEST < size < math.inf]
     if over and AUTOCAST.get(model, FP16 if _is_on(scaler) else None) == FP16:
         yield likely("weights above 65504", over, "fp16 makes inf of them.", "The convolution")
-    large = {name: _largest([each]) for name, each in buffers.items() if name not in bad and each.dtype != FP16}
-    if over := [f"{name}: {size:,.0f}" for name, size in large.items() if LARGEST < size < math.inf]:
+    sizes = {name: _largest([each]) for name, each in buffers.items() if name not in bad and each.dtype != FP16}
+    if over := [f"{name}: {size:,.0f}" for name, size in sizes.items() if LARGEST < size < math.inf]:
         yield note("buffers above 65504", over, "`.half()` makes inf of them.")
 
 
@@ -410,11 +468,10 @@ def _switches(model, optimizers, scaler):
         yield likely("autocast is on around this call", "", cost, "The loss that stands still")
     used = {weight.dtype for weight in model.parameters()} | {AUTOCAST.get(model)}
     slow = [_short(dtype) for dtype, there in _native(device).items() if dtype in used and not there]
-    divisor = 16 if any("float8" in type(each).__name__.lower() for each in model.modules()) else 8
     sizes = {name: tuple(weight.shape[:2]) for name, weight in model.named_parameters() if weight.dim() > 1}
-    odd = [f"{name} {size}" for name, size in sizes.items() if 1 not in size and any(one % divisor for one in size)]
+    odd = [f"{name} {size}" for name, size in sizes.items() if 1 not in size and any(one % 8 for one in size)]
     words += f"; no {' or '.join(slow)} units ({device})" if slow else ""
-    words += f"; not multiples of {divisor}, which Tensor Cores want: {_some(odd, 2)}" if odd else ""
+    words += f"; not multiples of 8, which Tensor Cores want: {_some(odd, 2)}" if odd else ""
     yield note(words, "", "", "No faster step" if slow or odd else "")
 
 
@@ -431,25 +488,10 @@ def _native(device):
 def _inventory(model, optimizers, scaler):
     """The dtypes of everything."""
     states = [each for one in optimizers for state in one.state.values() for each in _tensors(state) if each.dim()]
-    gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
+    gradients = _gradients(dict(model.named_parameters())).values()
     parts = {"weights": model.parameters(), "buffers": model.buffers(), "states": states, "gradients": gradients}
     counts = {what: _count(tensors) for what, tensors in parts.items()}
     yield note("; ".join(f"{what}: {words}" for what, words in counts.items() if words) or "no weights")
-
-
-def _cast_by_fsdp(module, args, kwargs):
-    """Inputs that FSDP2 has cast, and whose last digits are gone."""
-    policy = vars(module._get_fsdp_state())["_mp_policy"] if hasattr(module, "_get_fsdp_state") else None
-    if policy is None or not policy.cast_forward_inputs or policy.param_dtype not in SIXTEEN:
-        return
-    for each in _tensors((args, kwargs)):
-        if each.dtype in SIXTEEN and 2 / torch.finfo(each.dtype).eps < (size := _largest([each])) < math.inf:
-            step = torch.finfo(each.dtype).eps * 2.0 ** math.floor(math.log2(size))
-            what = f"an input is {_short(each.dtype)}, up to {size:,.0f}, where neighbours are {step:g} apart"
-            cost = (
-                "FSDP2 casts inputs to param_dtype, times and positions too: cast_forward_inputs=False, or scale them."
-            )
-            yield likely(what, "", cost)
 
 
 def _low_hooks(model):
@@ -486,7 +528,7 @@ def audit(model, optimizer=None, scaler=None):
         return Report([*(each for part in parts for each in part(*run)), *_wrappers(model)])
 
 
-# A pass, op by op
+# 4. A pass again, op by op
 
 
 class Origin(NamedTuple):
@@ -506,25 +548,28 @@ class Origin(NamedTuple):
         return self.words
 
 
-def _reason(op, first=None, second=None, *others):
+def _in(phase, module):
+    return f"in the {phase}, in {module or 'the model'}"
+
+
+def _reason(op, first=None, second=None, *_):
     """Why an op has no finite result, in words, if its operands tell it; "" else."""
     if "softmax" in op and first is not None and (masked := (first == -math.inf).all(-1)).any():
         return f"{int(masked.sum())} of its rows hold nothing but -inf: all of it is masked"
-    masks = [each for each in others if each is not None and each.dim() > 1] if "attention" in op else ()
-    if any((~each if each.dtype == torch.bool else each == -math.inf).all(-1).any() for each in masks):
-        return "rows of its mask let nothing through: all of it is masked"
     if op == "div" and second is not None and (zero := second == 0).any():
-        hint = ", where float32 may hold a number" if second.dtype == FP16 else ""
         whole = not second.is_floating_point() or (second.max() >= 1 and bool((second == second.round()).all()))
+        hint = ", where float32 may hold a number" if second.dtype == FP16 else ""
         hint = ": a count is 0, as of an empty mask" if whole else hint
         return f"it divides by 0 at {int(zero.sum()):,} of {zero.numel():,} places{hint}"
     if first is None or op not in ("log", "log2", "log10", "rsqrt", "reciprocal", "sqrt"):
         return ""
-    zero, negative = int((first == 0).sum()) if op != "sqrt" else 0, int((first < 0).sum()) if op != "reciprocal" else 0
-    if zero:
-        small = ", where float32 may hold a number: compute it in float32" if first.dtype in SIXTEEN else ""
-        return f"its operand is 0 at {zero:,} of {first.numel():,} places{small}"
-    return f"its operand is negative at {negative:,} of {first.numel():,} places" if negative else ""
+    zero, negative = int((first == 0).sum()), int((first < 0).sum())
+    if zero and op != "sqrt":
+        hint = ", where float32 may hold a number: compute it in float32" if first.dtype in SIXTEEN else ""
+        return f"its operand is 0 at {zero:,} of {first.numel():,} places{hint}"
+    if negative and op != "reciprocal":
+        return f"its operand is negative at {negative:,} of {first.numel():,} places"
+    return ""
 
 
 def _in_float32(call, args, kwargs, device):
@@ -538,17 +583,17 @@ def _in_float32(call, args, kwargs, device):
 
 def _made(phase, module, op, call, args, kwargs, output):
     """An Origin if an op made a number that is not finite of such that are; it is done again in float32."""
-    inputs, outputs = _tensors((args, kwargs)), _tensors(output)
+    inputs, outputs, others = _tensors((args, kwargs)), _tensors(output), [*args, *kwargs.values()]
     after = _kinds(outputs)
     before = _kinds(inputs) if after else set()
-    numbers = [each for each in (*args, *kwargs.values()) if isinstance(each, float)]
+    numbers = [each for each in others if isinstance(each, float)]
     if before or any(map(math.isinf, numbers)):
         after &= {"nan"} - before  # an inf that was there already, or was asked for
     if not after:
         return None
     kind = next(each for each in ("nan", "inf", "-inf") if each in after)
-    tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
     negative = op == "pow" and isinstance(args[1], float) and args[1] < 0
+    tensors = [each for each in others if isinstance(each, torch.Tensor)]
     hint, why = _reason("reciprocal" if negative else op, *tensors), "reason"
     if not hint:
         again = _in_float32(call, args, kwargs, outputs[0].device)
@@ -559,25 +604,25 @@ def _made(phase, module, op, call, args, kwargs, output):
     given = " and ".join([*given, *(f"{each:g}" for each in numbers)])
     verb = "the cast" if op == "_to_copy" else op
     words = f"{verb} made {kind.replace('nan', 'NaN')} ({_short(outputs[0].dtype)}) of {given} ({hint})"
-    where = f"in the {phase}" if phase == "loss" else f"in the {phase}, in {module or 'the model'}"
+    where = "in the loss" if phase == "loss" else _in(phase, module)
     return Origin(phase, module, op, f"{where}: {words}", kind, why, tuple(before))
 
 
 UNITS = {"threshold_backward": "ReLU", "hardtanh_backward": "clamp", "sigmoid_backward": "sigmoid"}
 UNITS |= {"tanh_backward": "tanh", "gelu_backward": "GELU", "silu_backward": "SiLU", "leaky_relu_backward": "LeakyReLU"}
-ZEROS = "format", "unit", "operand", "other"  # the sooner, the more it tells
 FACTORIES = ("empty", "zeros", "ones", "full", "new_", "rand")
 SCATTERS = ("index_add", "scatter_add", "index_put", "cumsum")  # they add in the dtype of their output
+COARSE = ("_to_copy", "sin", "cos", "arange", *SCATTERS)
 
 
 class _Ops(TorchDispatchMode):
     """Looks at the ops of a pass. `made`: Origins; `coarse`: Findings of numbers that 16 bits cannot tell apart;
-    `zeros`: where gradients became 0, as (why, words), `why` as in ZEROS."""
+    `zeros`: where gradients first became 0 by the "format", and by a "unit" that is dead, in words."""
 
     def __init__(self, model):
         super().__init__()
-        self.model, self.phase, self.inside, self.hooks = model, "forward", [], []
-        self.made, self.coarse, self.zeros = [], [], []
+        self.model, self.device, self.phase, self.inside, self.hooks = model, _device(model), "forward", [], []
+        self.made, self.coarse, self.zeros = [], [], {}
 
     def __enter__(self):
         for name, module in self.model.named_modules():
@@ -607,90 +652,74 @@ class _Ops(TorchDispatchMode):
         kwargs, op = kwargs or {}, func.overloadpacket.__name__
         given = _mapped(torch.clone, args) if func._schema.is_mutable else args
         output, module = func(*args, **kwargs), self.inside[-1] if self.inside else ""
-        if op == "_to_copy" and args[0].dtype in SIXTEEN and output.dtype in (torch.int32, torch.int64):
-            self._look_at_numbers(module, args[0])
+        again = functools.partial(_in_float32, func, given, kwargs, self.device)
+        if self.phase == "forward" and isinstance(output, torch.Tensor):
+            self.coarse += _coarse(module, op, args, output, again)
         if op.startswith(FACTORIES) or not _tensors(output):
             return output
         if _tensors((args, kwargs)) and (origin := _made(self.phase, module, op, func, given, kwargs, output)):
             self.made.append(origin)
         if self.phase == "backward":
-            self._look_at_zeros(module, op, func, args, kwargs, output)
-        elif isinstance(output, torch.Tensor) and output.dtype in SIXTEEN and output.numel() > 1:
-            self._look_at_steps(module, op, args, output)
-            if op.startswith(SCATTERS):
-                self._look_at_sums(module, op, func, given, kwargs, output)
+            self._look_at_zeros(module, op, args, output, again)
         return output
 
-    def _look_at_zeros(self, module, op, func, args, kwargs, output):
+    def _look_at_zeros(self, module, op, args, output, again):
         """A gradient that is 0 everywhere, made of one that is not."""
-        given = [each for each in _tensors(args) if each.numel() > 1]
-        outputs = [each for each in _tensors(output) if each.numel() > 1]
-        if not given or all(_largest([each]) for each in outputs) or not _largest(given[:1]):
+        given, outputs = ([each for each in _tensors(some) if each.numel() > 1] for some in (args, output))
+        if not given or all(_largest([each]) for each in outputs) or not (size := _largest(given[:1])):
             return
-        where, dtype = f"in the backward, in {module or 'the model'}", _short(outputs[0].dtype)
-        size, again = _largest(given[:1]), _in_float32(func, args, kwargs, given[0].device)
         if op in UNITS:
-            own = not [*dict(self.model.named_modules()).get(module, self.model).parameters()]
+            own = not [*self.model.get_submodule(module).parameters()]
             where = f"in {module}" if own else f"between {module or 'the output'} and the module before it"
             dead = "gets no number above 0" if "ReLU" in UNITS[op] else "is saturated"
-            self.zeros.append(("unit", f"{where}, {UNITS[op]} {dead}, anywhere: its units are dead"))
-        elif any(_largest([each]) == 0 for each in given[1:]):
-            self.zeros.append(("operand", f"{where}: {op} multiplies by numbers that are all 0"))
-        elif op == "_to_copy" or (again and _largest(again)):
-            by = "the cast" if op == "_to_copy" else op
-            self.zeros.append(("format", f"{where}: {by} made 0 ({dtype}) of gradients up to {size:.2g}"))
-        else:
-            self.zeros.append(("other", f"{where}: {op} made 0 of gradients up to {size:.2g}"))
+            self.zeros.setdefault("unit", f"{where}, {UNITS[op]} {dead}, anywhere: its units are dead")
+        elif op == "_to_copy" or _largest(again()):
+            by, dtype = "the cast" if op == "_to_copy" else op, _short(outputs[0].dtype)
+            words = f"{_in('backward', module)}: {by} made 0 ({dtype}) of gradients up to {size:.2g}"
+            self.zeros.setdefault("format", words)
 
-    def _look_at_steps(self, module, op, args, output):
-        """Whole numbers, angles and columns of numbers that 16 bits make equal."""
-        size, eps = _largest([output]), torch.finfo(output.dtype).eps
-        dtype, last = _short(output.dtype), 2 / eps
-        source = args[0] if args and isinstance(args[0], torch.Tensor) else None
-        if op in ("sin", "cos") and source.dtype in SIXTEEN and math.isfinite(far := _largest([source])) and far > 0:
-            if (step := eps * 2.0 ** math.floor(math.log2(far))) > 0.5:
-                what = f"{op} of {dtype} up to {far:,.0f}, where neighbours are {step:g} apart: a period is 6.28"
-                cost = "Compute angles in float32; FSDP2 casts inputs too, if told to."
-                self.coarse.append(likely(what, module, cost))
-        elif op == "arange" or (op in ("_to_copy", "cumsum") and size > last):
-            whole = torch.arange(output.numel()) if op != "_to_copy" else source.unique()
-            if size > last and (whole.diff() == 1).all() and (left := output.unique().numel()) < len(whole):
-                what = f"{len(whole):,} whole numbers in a row become {left:,} in {dtype}"
-                cost = f"Above {last:,.0f} neighbours fall together. Keep positions in FP32."
-                self.coarse.append(likely(what, module, cost))
-            elif op == "_to_copy" and source.dtype not in SIXTEEN and not source.requires_grad and source.dim() < 4:
-                self._look_at_columns(module, source, output)
 
-    def _look_at_columns(self, module, source, output):
-        """Columns of an input whose differences a cast takes away, as of a year, or whole numbers, as times."""
-        columns, dtype = source.reshape(-1, source.shape[-1] if source.dim() > 1 else 1)[:256].T[:64], output.dtype
-        for place, (before, after) in enumerate(zip(columns, columns.to(dtype))):
-            had, left, size = before.unique().numel(), after.unique().numel(), before.abs().max()
-            whole = size > 2 / torch.finfo(dtype).eps and torch.equal(before, before.round())
-            few_steps = before.max() - before.min() < 4 * torch.finfo(dtype).eps * size
-            if had > 2 and (left < had if few_steps else whole and left < 2 * had / 3):
-                ends = f"{before.min():,.6g} to {before.max():,.6g}"
-                what = f"column {place} of an input, {ends}: its {had} values become {left} in {_short(dtype)}"
-                self.coarse.append(likely(what, module, "Subtract its mean, or scale it, before it is cast."))
+def _coarse(module, op, args, output, again):
+    """Findings of whole numbers, angles, columns and sums that 16 bits make equal. `again()`: the output in float32."""
+    source = args[0] if args and isinstance(args[0], torch.Tensor) else output
+    dtype = source.dtype if source.dtype in SIXTEEN else output.dtype
+    if dtype not in SIXTEEN or not output.numel() or not op.startswith(COARSE):
+        return
+    size, last = _largest([source] if source.dtype in SIXTEEN else []), _last_whole(dtype)
+    together = f"Above {last:,.0f} neighbours fall together. Keep"
+    if op == "_to_copy" and output.dtype in (torch.int32, torch.int64) and last < size < math.inf:
+        what = f"whole numbers up to {size:,.0f} come out of {_short(dtype)}"
+        yield likely(what, module, f"{together} indices as integers.")
+    elif op in ("sin", "cos") and 0 < size < math.inf and (step := _spacing(size, dtype)) > 0.5:
+        what = f"{op} of {_short(dtype)} up to {size:,.0f}, where neighbours are {step:g} apart: a period is 6.28"
+        yield likely(what, module, "Compute angles in float32; FSDP2 casts inputs too, if told to.")
+    elif op in ("arange", "cumsum", "_to_copy") and output.dtype in SIXTEEN and _largest([output]) > last:
+        whole = source.unique() if op == "_to_copy" else torch.arange(output.numel())
+        if (whole.diff() == 1).all() and (left := output.unique().numel()) < len(whole):
+            what = f"{len(whole):,} whole numbers in a row become {left:,} in {_short(dtype)}"
+            yield likely(what, module, f"{together} positions in FP32.")
+        elif op == "_to_copy" and source.dtype not in SIXTEEN and not source.requires_grad and source.dim() < 4:
+            yield from _coarse_columns(module, source, dtype)
+    if op.startswith(SCATTERS) and (right := again()) and not _kinds([output, *right]):
+        here, right = output.float().flatten(), right[0].float().flatten()
+        if ((here - right).abs() / right.abs().clamp(min=1e-9)).max() > 0.1:
+            place = (here - right).abs().argmax()
+            adds = f"adds up to {here[place]:,.4g} what is {right[place]:,.4g} in float32"
+            cost = "Its sum stands still, as a count does. Add in float32."
+            yield likely(f"{op} in {_short(dtype)} {adds}", module, cost)
 
-    def _look_at_numbers(self, module, source):
-        """Whole numbers that come out of 16 bits, as names of rows."""
-        last, size = 2 / torch.finfo(source.dtype).eps, _largest([source])
-        if last < size < math.inf:
-            what = f"whole numbers up to {size:,.0f} come out of {_short(source.dtype)}"
-            cost = f"Above {last:,.0f} neighbours fall together. Keep indices as integers."
-            self.coarse.append(likely(what, module, cost))
 
-    def _look_at_sums(self, module, op, func, args, kwargs, output):
-        """Sums by place, which stand still where the terms are too small for them."""
-        again = _in_float32(func, args, kwargs, output.device)
-        if again and not _kinds([output, *again]):
-            apart = ((output.float() - again[0].float()).abs() / again[0].float().abs().clamp(min=1e-9)).amax()
-            place = (output.float() - again[0].float()).abs().argmax()
-            if apart > 0.1:
-                here, right = (float(each.reshape(-1)[place]) for each in (output, again[0]))
-                what = f"{op} in {_short(output.dtype)} adds up to {here:,.4g} what is {right:,.4g} in float32"
-                self.coarse.append(likely(what, module, "Its sum stands still, as a count does. Add in float32."))
+def _coarse_columns(module, source, dtype):
+    """Columns of an input whose differences a cast takes away, as of a year, or whole numbers, as times."""
+    columns = source.reshape(-1, source.shape[-1] if source.dim() > 1 else 1)[:256].T[:64]
+    for place, (before, after) in enumerate(zip(columns, columns.to(dtype))):
+        had, left, size = before.unique().numel(), after.unique().numel(), before.abs().max()
+        whole = size > _last_whole(dtype) and torch.equal(before, before.round())
+        few_steps = before.max() - before.min() < 4 * torch.finfo(dtype).eps * size
+        if had > 2 and (left < had if few_steps else whole and left < 2 * had / 3):
+            ends = f"{before.min():,.6g} to {before.max():,.6g}"
+            what = f"column {place} of an input, {ends}: its {had} values become {left} in {_short(dtype)}"
+            yield likely(what, module, "Subtract its mean, or scale it, before it is cast.")
 
 
 def _first(made, usual):
@@ -729,7 +758,7 @@ def _kept(model):
 def _again(model, saved, ops):
     """A saved pass again, uncompiled, while `ops` looks on: gradients of weights by name. It changes nothing."""
     model, (args, kwargs), cast = _plain(model), saved["batch"], saved["autocast"]
-    weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    weights = _trained(model)
     with _kept(model), ExitStack() as around:
         around.enter_context(torch.compiler.set_stance("force_eager"))
         around.enter_context(torch.set_grad_enabled(bool(saved["gradients"])))
@@ -793,7 +822,7 @@ def replay(path, model):
     return _bad_input(*saved["batch"]) or _first(_ops_made(model, saved)[0], saved["usual"])
 
 
-# The loss, by what autograd keeps of it
+# 5. The loss, by what autograd keeps of it
 
 OPERANDS = "self", "other"
 CALLS = {"mul": torch.mul, "div": torch.div, "pow": torch.pow, "log": torch.log, "mseloss": F.mse_loss}
@@ -808,14 +837,6 @@ def _saved(node):
     """What a node of autograd keeps: "self", "other", "result", "target", "exponent"..."""
     names = [name for name in dir(node) if name.startswith("_saved_")]
     return {name.removeprefix("_saved_"): getattr(node, name) for name in names}
-
-
-def _terms(node):
-    """How many numbers a sum or a mean adds up; 0 for other ops."""
-    kept = _saved(node) if _op(node) in ("sum", "mean") else {}
-    sizes = kept.get("self_sym_sizes", ())
-    dims = [dim - 2**64 * (dim >= 2**63) for dim in kept.get("dim") or range(len(sizes))]  # autograd keeps -1 so
-    return math.prod(sizes[dim] for dim in dims) if sizes else 0
 
 
 def _region(loss):
@@ -869,40 +890,31 @@ class _Loss:
             if "target" in bad:
                 return Origin("input", "", op, f"in the target of the loss ({op})")
             if bad:
-                return self._maker(node, op, *next(iter(bad.items())))
+                return self._maker(node, *next(iter(bad.items())))
         return None
 
-    def _maker(self, node, op, key, tensor):
+    def _maker(self, node, key, tensor):
         """The Origin of a bad operand or result that a node keeps, while all before it was finite."""
         kind = f"{'NaN' if 'nan' in _kinds([tensor]) else 'inf'} ({_short(tensor.dtype)})"
-        sources = [each for each, _ in node.next_functions]
-        maker = sources[OPERANDS.index(key)] if key in OPERANDS[: len(sources)] else next(filter(None, sources), None)
+        op, sources = _op(node), [each for each, _ in node.next_functions]
         if key.startswith("result"):
             end = "; fp16's exp ends at 11.09" if op == "exp" and tensor.dtype == FP16 else ""
             return Origin("loss", "", op, f"in the loss: {op} made {kind}{end}")
+        maker = sources[OPERANDS.index(key)] if key in OPERANDS[: len(sources)] else next(filter(None, sources), None)
         if maker is None or "output" in maker.metadata:
-            words = (
-                f"in the loss: {op} was given {kind} that is not of the model's output: it needs no gradient, as data, "
-            )
-            return Origin("loss", "", op, words + "a mask, a weight of the loss, or what is computed of a buffer")
-        before = [each for each, _ in maker.next_functions if each is not None]
-        further = [each for one in before for each, _ in one.next_functions if each is not None]
-        terms = _terms(maker) or max(map(_terms, before + further), default=0)
-        of = (
-            f" of {'' if _terms(maker) else 'a sum of '}{terms:,} numbers{' each' * bool(_terms(maker))}"
-            if terms
-            else ""
-        )
-        given = _tensors([_saved(each).get("result") for each in before])
-        of += f", up to {_largest(given):,.3g}" if given else ""
-        return Origin("loss", "", _op(maker), f"in the loss: {_op(maker)} made {kind}{of}; {op} got it")
+            words = "it needs no gradient, as data, a mask, a weight of the loss, or what is computed of a buffer"
+            words = f"{op} was given {kind} that is not of the model's output: {words}"
+            return Origin("loss", "", op, f"in the loss: {words}")
+        sizes = _saved(maker).get("self_sym_sizes") if _op(maker) in ("sum", "mean") else ()
+        terms = f" of {math.prod(sizes) // tensor.numel():,} numbers each" if sizes else ""
+        return Origin("loss", "", _op(maker), f"in the loss: {_op(maker)} made {kind}{terms}; {op} got it")
 
 
-# What `watch` keeps of a run: the order of calls, the trend, the looks
+# 6. The calls of a GradScaler and of the optimizers' steps
 
 
 class _Calls:
-    """The calls of a GradScaler and of the optimizers' steps: those that are missing, double or misplaced are told."""
+    """Tells of calls that are missing, double or misplaced."""
 
     def __init__(self, seen):
         self.seen, self.scalers, self.met = seen, weakref.WeakSet(), 0
@@ -927,16 +939,20 @@ class _Calls:
                 self.seen.tell(certain("each step uses a new GradScaler", "", cost))
         return scaled
 
+    def before_backward(self):
+        if self.unscaled:
+            self.kept = any(gradient.any() for gradient in _gradients(self.seen.trained).values())
+
     def unscale_(self, original, scaler, optimizer):
         if scaler.is_enabled():
             if self.seen.passes and not self.scaled:
                 cost = "Gradients are divided by a scale that the loss was not multiplied by."
                 self.seen.tell(certain("backward was called on a loss that scaler.scale has not seen", "", cost))
             if self.kept and self.unscaled[optimizer]:
-                what = f"unscale_ was called {self.unscaled[optimizer] + 1} times for one step"
+                where = f"unscale_ was called {self.unscaled[optimizer] + 1} times for one step"
                 cost = "Gradients of the earlier passes are divided by the scale again: nearly nothing is left of them."
                 cost += " Call unscale_, clip, step and update once, after the last of the passes that add up."
-                self.seen.tell(certain("unscale_ is called on gradients that it unscaled already", what, cost))
+                self.seen.tell(certain("unscale_ is called on gradients that it unscaled already", where, cost))
             if self.scaled and self.not_scaled:
                 cost = "Its gradients are divided by a scale that it was not multiplied by: scale each loss."
                 say = certain if len(self.seen.optimizers) < 2 else likely
@@ -962,53 +978,51 @@ class _Calls:
         self.updates, self.scaled, self.not_scaled = self.updates + 1, 0, 0
         return original(scaler, *args, **kwargs)
 
-    def stepping(self, optimizer):
-        """Before an optimizer's own step."""
-        if self.seen.enabled() and self.scaled and not (self.in_step or self.unscaled[optimizer]):
-            cost = "Gradients are still multiplied by the scale, and an inf in them is not skipped: call scaler.step."
-            held = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
-            where = _whole(self.seen.plain, [name for name, weight in self.seen.trained if id(weight) in held])
-            self.seen.tell(certain("optimizer.step was called without scaler.step or unscale_", where, cost))
-        if self.seen.enabled() and not self.in_step and optimizer in self.stepped:
-            cost = "Each pass counts twice, and a step that the scaler skips is taken, with its inf: remove one call."
-            self.seen.tell(certain("optimizer.step is called again after scaler.step", "", cost))
-        self.tries += optimizer is self.seen.optimizers[0] and not self.in_step
+    def before_step(self, optimizer):
+        """Before an optimizer's own step, which the scaler takes, or the loop."""
+        if not self.in_step:
+            if _is_on(self.seen.scaler) and self.scaled and not self.unscaled[optimizer]:
+                held = set(map(id, _held([optimizer])))
+                where = _whole(self.seen.plain, [name for name, each in self.seen.trained.items() if id(each) in held])
+                cost = "Gradients are still multiplied by the scale, and an inf in them is not skipped: call "
+                self.seen.tell(
+                    certain("optimizer.step was called without scaler.step or unscale_", where, f"{cost}scaler.step.")
+                )
+            if _is_on(self.seen.scaler) and optimizer in self.stepped:
+                cost = "Each pass counts twice, and a skipped step is taken, with its inf: remove one call."
+                self.seen.tell(certain("optimizer.step is called again after scaler.step", "", cost))
+            self.tries += optimizer is self.seen.optimizers[0]
         self.unscaled.pop(optimizer, None)
 
 
-class Pass(NamedTuple):
-    """What is kept of a pass: its loss, the norm of its gradients, unscaled, the weight with the largest, the rate."""
-
-    loss: float
-    norm: float
-    largest: str
-    rate: float
+# 7. The trend
 
 
 def _growth(trend):
-    """How loss and gradients grew over the last passes, in words; "" if they did not."""
-    found = []
-    for what, key in (("the loss", "loss"), ("the norm of the gradients", "norm")):
-        passes = [each for each in trend if math.isfinite(getattr(each, key))]
-        series = [abs(getattr(each, key)) for each in passes]
+    """How loss and gradients grew over passes, each (loss, norm of gradients, weight of the largest, learning rate), in
+    words; "" if they did not."""
+    passes, found = pd.DataFrame([*trend], columns=["loss", "norm", "largest", "rate"]), []
+    for what, key, far in (("the loss", "loss", 30), ("the norm of the gradients", "norm", 1000)):
+        finite = passes[passes[key].abs() < math.inf]
+        series, wide = finite[key].abs(), 3 if len(finite) > 7 else 1
         if len(series) < 3:
             continue
-        wide = 3 if len(series) > 7 else 1
-        smooth = [statistics.median(series[place : place + wide]) for place in range(len(series) - wide + 1)]
+        smooth = [*series.rolling(wide).median().dropna()]
         start = smooth.index(min(smooth))
-        near = series[max(0, start - 8) : start + 8] if wide > 1 else smooth[start : start + 1]
-        before, after = statistics.median(near), smooth[-1]
-        far = 30 if key == "loss" else 1000
+        near = series.iloc[max(0, start - 8) : start + 8] if wide > 1 else series.iloc[[start]]
+        before, after = near.median(), smooth[-1]
         if after > far * before > 0 and after > 5 * smooth[0]:
-            where = next(place for place, each in enumerate(smooth) if place > start and each > far / 3 * before)
-            words = f"{what} grew from {before:.3g} to {series[-1]:.3g} in {len(series) - start} passes"
-            found.append(words + (f", first of all that of {passes[where].largest}" if key == "norm" else ""))
-    rates = [each.rate for each in trend if each.rate > 0]
+            words = f"{what} grew from {before:.3g} to {series.iloc[-1]:.3g} in {len(series) - start} passes"
+            first = next(place for place, each in enumerate(smooth) if place > start and each > far / 3 * before)
+            found.append(words + (f", first of all that of {finite.largest.iloc[first]}" if key == "norm" else ""))
+    rates = [rate for rate in passes.rate if rate > 0]
     if found and rates:
         rose = f"rose from {rates[0]:.2g} to {rates[-1]:.2g}" if rates[-1] > 2 * rates[0] else f"is {rates[-1]:.2g}"
         found.append(f"the learning rate {rose}")
     return ", and ".join(found)
 
+
+# 8. The close look
 
 HEADROOMS = ("output", "gradient", "weight gradient")
 SHARES = "% zero", "% 0 in fp16", "update/weight", "% updates lost", "% sums lost"
@@ -1020,14 +1034,15 @@ def _headroom(size):
 
 
 def _copies(model):
-    """Pairs of numbers in 16 bits and the weights that they copy, as an average or a teacher does: in this process's
-    modules of the same class and names, and in its lists and dicts of tensors with the same shapes."""
+    """Numbers in 16 bits that copy a model's weights, as an average or a teacher does: in this process's modules of the
+    same class and names, and in its lists and dicts of tensors with the same shapes. Each as pairs of a copy and its
+    weight, and a sample of the copies."""
     found, things = [], gc.get_objects()
     modules = [each for each in things if issubclass(type(each), nn.Module)]
     for part in (model, *model.children()):
-        weights = dict(part.named_parameters())
-        if not any(weight.requires_grad for weight in weights.values()):
+        if not _trained(part):
             continue
+        weights = dict(part.named_parameters())
         twins = [dict(each.named_parameters()) for each in modules if type(each) is type(part) and each is not part]
         kept = [[*twin.values()] for twin in twins if twin.keys() == weights.keys()]
         lists = [each for each in things if type(each) in (list, tuple, dict) and len(each) == len(weights)]
@@ -1036,26 +1051,31 @@ def _copies(model):
             if all(isinstance(each, torch.Tensor) and not each.requires_grad for each in copied):
                 pairs = [(each, weight) for each, weight in zip(copied, weights.values()) if each.dtype in SIXTEEN]
                 if pairs and all(each.shape == weight.shape for each, weight in pairs):
-                    found.append(pairs)
+                    found.append((pairs, torch.cat([_sample(each) for each, _ in pairs])))
     return found
 
 
 class _Looks:
-    """The close look at one pass of `every`: sizes, zeros and updates, as records that are thinned."""
+    """The close look at one pass of `every`. What it measures goes to `now`, as numbers by (module, what), and becomes
+    a record, until a next look, by `keep`."""
 
     def __init__(self, seen):
-        self.seen, self.records, self.dtypes = seen, [], {}
-        self.now, self.on, self.due, self.sums_due, self.number, self.before = {}, False, False, False, 0, []
-        self.cut, self.missing = {}, None
-        self.copies = []  # pairs, and a sample of what they were
-
-    def find_copies(self):
-        copies = _copies(self.seen.plain)
-        self.copies = [(pairs, torch.cat([_sample(kept) for kept, _ in pairs])) for pairs in copies]
+        self.seen, self.records, self.now, self.number = seen, [], {}, 0
+        self.on = False  # until the pass's backward
+        self.due = self.sums_due = False  # until an update, or a sum over passes, was looked at
+        self.before = []  # weights before a step: name, weight, sample, where its gradient is not 0
+        self.dtypes, self.cut, self.missing = {}, set(), None  # of outputs; modules and weights without a gradient
+        self.copies = []  # as `_copies` finds them
 
     def begin(self, number):
         self.keep()
         self.on, self.due, self.sums_due, self.number = True, True, True, number
+
+    def _size(self, name, what, tensor):
+        if _local(tensor).numel():
+            low, high = torch.aminmax(_local(tensor))
+            size = torch.maximum(-low, high).float()
+            self.now[name, what] = torch.maximum(self.now.get((name, what), size), size)
 
     def output(self, name, module, output):
         self.dtypes[name] = _short(output.dtype)
@@ -1065,14 +1085,7 @@ class _Looks:
         if output.requires_grad:
             output.register_hook(functools.partial(self._gradient, name))
         elif not torch.is_grad_enabled() and any(weight.requires_grad for weight in module.parameters(recurse=False)):
-            files = [frame.filename for frame in traceback.extract_stack(limit=200)]
-            self.cut[name] = any(file.endswith(("utils/checkpoint.py", "utils\\checkpoint.py")) for file in files)
-
-    def _size(self, name, what, tensor):
-        if _local(tensor).numel():
-            low, high = torch.aminmax(_local(tensor))
-            size = torch.maximum(-low, high).float()
-            self.now[name, what] = torch.maximum(self.now.get((name, what), size), size)
+            self.cut.add(name)
 
     def _gradient(self, name, gradient):
         if self.on and gradient.numel():
@@ -1082,65 +1095,65 @@ class _Looks:
             self.now[name, "% zero"] = _percent(~there, all_of_it)
             self.now[name, "% 0 in fp16"] = _percent(there & (sample.to(FP16) == 0), all_of_it)
 
-    def note_norm(self, what):
-        if self.due:
-            gradients = [weight.grad for _, weight in self.seen.trained if weight.grad is not None]
-            self.now["", what] = self.seen.together(_norms(gradients)).norm()
-
-    def old_gradients(self):
-        gradients = [weight.grad for _, weight in self.seen.trained if weight.grad is not None]
-        return [(gradient, _sample(gradient)) for gradient in gradients if not gradient.is_sparse]
-
-    def note_added(self, old):
-        """Of the gradients that a step has used, the norm of those to which this backward has added."""
-        added = [sample.norm() for gradient, sample in old if not torch.equal(_sample(gradient), sample)]
-        if old:
-            self.now["", "old gradient"] = torch.stack(added).max() if added else torch.zeros(())
-
-    def sums_in_16_bits(self):
-        """Samples of 16-bit gradients before a pass adds to them, and of what it adds; hooks to be removed."""
-        sums, hooks = [], []
-        for name, weight in self.seen.trained if self.sums_due else ():
-            if weight.grad is not None and weight.grad.dtype in SIXTEEN and type(weight.grad) is torch.Tensor:
-                added = []
-                hooks.append(weight.register_hook(lambda gradient, added=added: added.append(_sample(gradient))))
-                sums.append((name, _sample(weight.grad), added))
+    @contextmanager
+    def around_backward(self, stepped):
+        """`stepped`: whether a step has used the gradients that are there."""
+        found = _gradients(self.seen.trained) if self.on or self.sums_due else {}
+        used = [each for each in found.values() if not each.is_sparse] if self.on and stepped else []
+        used = [(gradient, _sample(gradient)) for gradient in used]
+        sums = {name: each for name, each in found.items() if each.dtype in SIXTEEN and type(each) is torch.Tensor}
+        sums = {name: (_sample(each), []) for name, each in sums.items()} if self.sums_due else {}
+        hooks = [
+            self.seen.trained[name].register_hook(lambda gradient, added=added: added.append(_sample(gradient)))
+            for name, (_, added) in sums.items()
+        ]
         self.sums_due = self.sums_due and not sums
-        return sums, hooks
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        added = [sample.norm() for gradient, sample in used if not torch.equal(_sample(gradient), sample)]
+        if used:  # of those to which this backward has added, the largest norm
+            self.now["", "old gradient"] = torch.stack(added).max() if added else torch.zeros(())
+        for name, (before, added) in sums.items():
+            if added:
+                lost = _percent(_sample(self.seen.trained[name].grad) == before, added[0] != 0)
+                self.now[_module_of(name), "% sums lost"] = lost
 
-    def gradients(self, found, norms, sums):
+    def gradients(self, found, norms):
         """After a backward, with the gradients of weights that were found."""
         if self.due:
-            self.now["", "norm after backward"] = self.seen.together(norms).norm()
-        for name, before, added in sums:
-            if added:
-                lost = _percent(_sample(found[name]) == before, added[0] != 0)
-                self.now[name.rpartition(".")[0], "% sums lost"] = lost
+            self.now["", "norm after backward"] = _together(norms, self.seen.device).norm()
         for name, gradient in found.items() if self.on else ():
-            self._size(name.rpartition(".")[0], "weight gradient", gradient)
+            self._size(_module_of(name), "weight gradient", gradient)
         self.on = False
+
+    def note_norm(self, what):
+        if self.due:
+            norms = _norms(_gradients(self.seen.trained).values())
+            self.now["", what] = _together(norms, self.seen.device).norm()
 
     def before_step(self):
         if self.due and not self.before:
             self.note_norm("norm at the step")
-            weights = [(name, weight) for name, weight in self.seen.trained if weight.grad is not None]
-            weights = [(name, weight) for name, weight in weights if not weight.grad.is_sparse]
+            found = _gradients(self.seen.trained)
+            weights = [(name, self.seen.trained[name]) for name, gradient in found.items() if not gradient.is_sparse]
             weights.sort(key=lambda pair: pair[1].numel())  # of a module's weights the largest is kept
             self.before = [(name, weight, _sample(weight), _sample(weight.grad) != 0) for name, weight in weights]
-            missing = {name for name, weight in self.seen.trained if weight.grad is None}
+            missing = self.seen.trained.keys() - found.keys()
             self.missing = missing if self.missing is None else self.missing & missing
 
     def read_updates(self):
         """What the last step did to the weights."""
         moved = []
         for name, weight, old, moving in self.before:
-            module, new = name.rpartition(".")[0], _sample(weight)
-            update = new - old
-            self.now[module, "% updates lost"] = _percent(update == 0, moving)
-            self.now[module, "update/weight"] = update.norm() / old.norm()  # not finite where it starts at 0
+            update = _sample(weight) - old
+            self.now[_module_of(name), "% updates lost"] = _percent(update == 0, moving)
+            self.now[_module_of(name), "update/weight"] = update.norm() / old.norm()  # not finite where it starts at 0
             moved.append(update.abs().max() - 1 * ~moving.any())  # below 0 without a gradient
         if moved:
-            self.now["", "moved"] = self.seen.together(moved).max()
+            self.now["", "moved"] = _together(moved, self.seen.device).max()
         self.due, self.before = self.due and not moved, []
 
     def _look_at_copies(self):
@@ -1159,8 +1172,8 @@ class _Looks:
             self._look_at_copies()
             labels = tuple(self.now)
             labels = self.records[-1][1] if self.records and self.records[-1][1] == labels else labels
-            values = self.seen.together([*self.now.values()]).cpu()
-            self.records.append((self.number, labels, values, self.seen.scales[-1:], self.seen.skipped))
+            values = _together(self.now.values(), self.seen.device).cpu()
+            self.records.append((self.number, labels, values, self.seen.scale, self.seen.skipped))
             self.records = self.records[::2] if len(self.records) > RECORDS else self.records
         self.now = {}
 
@@ -1170,102 +1183,8 @@ class _Looks:
         rows = [(number, *label, value) for number, pairs in records for label, value in pairs]
         return pd.DataFrame(rows, columns=["pass", "module", "what", "value"])
 
-    def table(self):
-        rows = self.rows()
-        rows = rows[rows.what.isin([*HEADROOMS, *SHARES])]
-        groups = rows.groupby(["module", "what"], sort=False).value
-        order = rows.module.unique()  # pandas 2.2 mixes values up in unstack(sort=False)
-        sizes, means = groups.max().unstack().reindex(order), groups.mean().unstack().reindex(order)
-        table = pd.DataFrame({"dtype": pd.Series(self.dtypes, dtype=object)}, index=sizes.index)
-        for what in [what for what in HEADROOMS if what in sizes]:
-            table[f"{what} headroom"] = sizes[what].map(_headroom)
-        return table.join(means[[what for what in SHARES if what in means]])
 
-    def history(self):
-        rows = [(number, (scale or [math.nan])[0], skipped) for number, *_, scale, skipped in self.records]
-        history = pd.DataFrame(rows, columns=["pass", "scale", "skipped"])
-        largest = self.rows().pivot_table("value", "pass", "what", "max")
-        for what in ("output", "gradient"):
-            history[f"{what} headroom"] = history["pass"].map(largest.get(what, {})).map(_headroom)
-        return history
-
-
-def _inspect(seen):
-    """Do the pass again and look at each op of it: what it hides, and why gradients are 0."""
-    saved = seen.saved
-    if seen.problem or not saved["gradients"] or "batch" not in saved:
-        return
-    if _is_fsdp(seen.model):  # whose hooks a second pass would disturb
-        fp16 = "float16" in seen.looks.dtypes.values()
-        seen.zero = _nothing_arrives(seen, _zero_gradients(seen), saved, most=2.0**-25 if fp16 else 0)
-        return
-    ops, seen.muted = _Ops(seen.plain), True
-    try:
-        gradients = _again(seen.model, saved, ops)
-    except Exception:  # some passes cannot be done again: then this look is left out
-        return
-    finally:
-        seen.muted = False
-    for each in ops.made:
-        if each.phase == "forward" and each.why == "format" and each.kind != "-inf":
-            seen.hidden.setdefault((each.module, each.op), each)
-    for each in ops.coarse:
-        seen.coarse.setdefault((each.where, each.what.split()[0]), each)
-    zero = _zero_gradients(seen)
-    if zero and not _kinds(saved["gradients"].values()):
-        seen.zero = _nothing_arrives(seen, zero, saved) or _why_zero(seen, zero, saved, ops, gradients)
-
-
-def _zero_gradients(seen):
-    """The names of matrices whose gradient is 0 everywhere."""
-    there = [(name, weight.grad) for name, weight in seen.trained if weight.dim() > 1 and weight.grad is not None]
-    return [name for name, gradient in there if _largest([gradient]) == 0]
-
-
-UNDERFLOW = "They underflow: scale the loss with a GradScaler, or use bf16."
-
-
-def _nothing_arrives(seen, zero, saved, most=0):
-    """A Finding if the gradient that reaches the model's output is nowhere above `most`."""
-    size = _largest(saved["gradients"].values())
-    if not zero or not size <= most:
-        return None
-    where, dtype = _whole(seen.plain, zero), _short(next(iter(saved["gradients"].values())).dtype)
-    what = f"the gradient that reaches the model's output is 0 everywhere ({dtype})"
-    if size:
-        what, dtype = f"the gradient that reaches the model's output, up to {size:.2g}, is 0 in fp16", "float16"
-    if seen.flat:
-        return certain(f"{what}, and {seen.flat}", where, "A loss that is divided by an inf is 0, and so is its slope.")
-    if dtype == "float16" and not seen.enabled():
-        return certain(what, where, UNDERFLOW)
-    return likely(what, where, "The loss does not change with it: it is saturated, cut off, or divided by an inf.")
-
-
-def _why_zero(seen, zero, saved, ops, right):
-    """Why weights have a gradient that is 0 everywhere: a Finding, by what `ops` saw of the same pass, done again."""
-    weights, where, underflow = dict(seen.weights), _whole(seen.plain, zero), UNDERFLOW
-    if saved["backward in autocast"]:
-        underflow = "They underflow; the backward ran under autocast too: leave the region before it. Scale the loss."
-    sizes = {name: _largest([right[name]]) for name in zero if name in right}
-    if lost := [name for name, size in sizes.items() if size > 0]:
-        what = "gradients that are 0 everywhere, though the same pass, done again, makes them"
-        cost = f"There they are up to {max(sizes.values()):.2g}. What comes after the backward loses them: a hook on "
-        cost += "gradients, or a communication hook that casts to fp16, where what is below 6e-8 becomes 0."
-        return certain(what, _whole(seen.plain, lost), cost)
-    why, words = min(ops.zeros, key=lambda each: ZEROS.index(each[0]), default=("other", ""))
-    empty, cost = [name for name in zero if _largest([weights[name]]) == 0], "No underflow: no scale helps. "
-    if why == "format":
-        return certain(f"gradients that underflow to 0: {words}", where, underflow)
-    if empty:
-        cost += "They stay 0, and pass nothing on. Start them with other numbers."
-        return certain("weights that are 0, and whose gradient is 0 in float32 too", empty, cost)
-    if why == "unit":
-        cost += "Smaller inputs, a smaller learning rate, or another start."
-        return certain(f"weights that get no gradient: {words}", where, cost)
-    return note("weights whose gradient is 0 everywhere, in float32 too", where)
-
-
-# watch
+# 9. watch
 
 
 class NonFinite(RuntimeError):
@@ -1274,52 +1193,6 @@ class NonFinite(RuntimeError):
     def __init__(self, words, origin=None, path=None, case=""):
         super().__init__(words)
         self.origin, self.path, self.case = origin, path, case
-
-
-def _parts(model, name="", known=None):
-    """The modules whose outputs can be seen: those without children or with weights of their own, and what is compiled
-    from outside."""
-    known = set() if known is None else known
-    if id(model) in known:
-        return
-    known.add(id(model))
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        yield from _parts(model.module, name, known)
-        return
-    children = list(model.named_children())
-    passes_on = isinstance(model, nn.Identity | nn.Flatten | nn.Unflatten)
-    if _is_compiled(model) or [*model.parameters(recurse=False)] or not (children or passes_on):
-        yield name, model
-    for child, module in () if _is_compiled(model) else children:
-        yield from _parts(module, f"{name}.{child}".lstrip("."), known)
-
-
-def _entries(model, name=""):
-    """What is called from outside: the model, or, if it has no forward, as a ModuleDict, its parts."""
-    if getattr(model.forward, "__func__", None) is not nn.Module.forward:
-        return [(name, model)]
-    inside = [(f"{name}.{child}".lstrip("."), part) for child, part in model.named_children()]
-    return [entry for child, part in inside for entry in _entries(part, child)]
-
-
-def _attach(module, before, after):
-    """Call `before(module, args, kwargs)` and `after(module, args, output)` around a module's forward, outside of its
-    compiled code; after an error `output` is None. Returns what undoes it."""
-    call = module._compiled_call_impl
-    if call is None:
-        hooks = [module.register_forward_pre_hook(before, with_kwargs=True)] if before else []
-        hooks.append(module.register_forward_hook(after, always_call=bool(before)))
-        return lambda: [hook.remove() for hook in hooks]
-
-    def outside(*args, **kwargs):
-        if before:
-            before(module, args, kwargs)
-        output = call(*args, **kwargs)
-        after(module, args, output)
-        return output
-
-    module._compiled_call_impl = outside
-    return lambda: setattr(module, "_compiled_call_impl", call)
 
 
 class watch:
@@ -1362,24 +1235,15 @@ class watch:
         self.every, self.save, self.warn, self.patience = every, save, warn, patience
         self.plain, self.device = _plain(model), _device(model)
         self.at_once = self.device.type == "cpu" or every == 1  # read each pass: a replay finds module and op
-        self.order = 2 if self.at_once else math.inf  # of norms: squares overflow, and are faster on a CPU
-        self.every_output = not self.at_once or _is_fsdp(model)
-        self.passes = self.steps = self.skipped = self.streak = 0
-        self.last_bad, self.bad_pass = -1, -1  # the step and the pass of the last bad gradients
-        self.told, self.trend, self.scales = {}, deque(maxlen=256), []
-        self.problem = self.error = self.saved = self.good = self.loss = self.why = self.cast = self.zero = None
-        self.flat = ""  # what makes a finite loss stand still
-        self.stops = False  # whether this pass is the last one
-        self.hidden, self.coarse = {}, {}
-        self.labels, self.values, self.pending, self.undo, self.watched = [], [], [], [], []
-        self.inside = self.muted = self.forward_seen = self.warned = self.stepped = False
-        self.step_in_autocast = self.stale = self.no_grad_in_autocast = False
-        self.evaluation = torch.zeros((), device=self.device)
-        self.evaluated = torch.zeros((), device=self.device)  # the largest output in fp16, without gradients
-        self.calls, self.looks = _Calls(self), _Looks(self)
-
-    def __enter__(self):
-        return self.start()
+        self.passes = self.steps = self.skipped = 0
+        self.trend, self.scale, self.cast = deque(maxlen=256), math.nan, None  # of the last passes
+        self.streak, self.last_bad, self.bad_pass = 0, -1, -1  # bad gradients: steps in a row, the last step and pass
+        self.saved = self.good = self.loss = None  # the last pass, the last good one, the last `_Loss`
+        self.told, self.hidden, self.coarse, self.zero = {}, {}, {}, None  # Findings, and Origins that later ops hide
+        self.problem = self.error = self.why = None  # a NonFinite, another error, the Origin of skipped steps
+        self.flat, self.ends = "", False  # what makes a loss 0 whatever the model gives; whether this pass is the last
+        self.warned = False
+        self.calls, self.looks, self.hooks = _Calls(self), _Looks(self), _Hooks(self)
 
     def __exit__(self, kind, error, trace):
         if isinstance(error, Exception) and not isinstance(error, NonFinite):
@@ -1388,178 +1252,37 @@ class watch:
         self.stop(check=kind is None)
 
     def start(self):
-        self.weights = list(self.plain.named_parameters())
-        self.trained = [(name, weight) for name, weight in self.weights if weight.requires_grad and weight.numel()]
-        self.ids = {id(weight) for _, weight in self.weights}
-        self.first_norms = _norms([weight for _, weight in self.trained])
-        self.looks.find_copies()
-        if self.every_output:
-            self._see_outputs()
-        hooks = register_optimizer_step_pre_hook(self._before_step), register_optimizer_step_post_hook(self._after_step)
-        self.undo += [self._see_no_outputs, *(hook.remove for hook in hooks)]
-        for name, part in _entries(self.model):
-            self.undo.append(_attach(part, functools.partial(self._begin, name), self._end))
-        self._wrap(torch.autograd, "backward", self._backward)
-        for name in ("scale", "unscale_", "step", "update"):
-            self._wrap(torch.amp.GradScaler, name, getattr(self.calls, name))
+        self.weights = dict(self.plain.named_parameters())
+        self.trained = {name: weight for name, weight in _trained(self.plain).items() if weight.numel()}
+        self.first_norms = _norms(self.trained.values())
+        self.looks.copies = _copies(self.plain)
+        self.hooks.attach()
         return self
+
+    __enter__ = start
 
     def stop(self, check=True):
         """Take all hooks away; read what was not read yet, and raise if that is bad."""
-        while self.undo:
-            self.undo.pop()()
+        self.hooks.detach()
         if check:
-            self._read()
+            self.read()
             self.decide()
             if self.skips() and self.at_once and not self.why:
                 self.why = _why_skipped(self)
         self.looks.keep()
 
-    def _wrap(self, owner, name, around):
-        original = getattr(owner, name)
-        setattr(owner, name, functools.wraps(original)(lambda *a, **k: around(original, *a, **k)))
-        self.undo.append(lambda: setattr(owner, name, original))
-
-    def _see_outputs(self):
-        if not self.watched:
-            parts = [(module, functools.partial(self._output, name)) for name, module in _parts(self.model)]
-            self.watched = [_attach(module, None, after) for module, after in parts]
-
-    def _see_no_outputs(self):
-        while self.watched:
-            self.watched.pop()()
-
     def tell(self, finding):
         """A finding; the same words are told once."""
         self.told.setdefault(finding.what, finding)
-
-    def together(self, values):
-        """Numbers in one tensor; modules may lie on several devices."""
-        if any(value.device != self.device for value in values):
-            values = [value.to(self.device, non_blocking=True) for value in values]
-        return torch.stack(values) if values else torch.zeros(1, device=self.device)
-
-    def enabled(self):
-        return self.scaler is not None and self.scaler.is_enabled()
 
     def skips(self):
         """How many of the last steps were skipped in a row."""
         return self.streak if 0 <= self.calls.tries - 1 <= self.last_bad else 0
 
-    # What hooks note of a pass
-
-    def _note(self, kind, name, values):
-        self.labels += [(kind, name)] * len(values)
-        self.values += values
-
-    def _begin(self, name, module, args, kwargs):
-        if torch.compiler.is_compiling() or self.muted:
-            return
-        self.looks.read_updates()
-        self.inside, self.began, kind = True, len(self.values), self.device.type
-        cast = {"device_type": kind, "enabled": torch.is_autocast_enabled(kind)}
-        cast["dtype"] = torch.get_autocast_dtype(kind)
-        random = [torch.get_rng_state(), *(torch.cuda.get_rng_state(gpu) for gpu in _gpus(self.device))]
-        self.saved = {"module": name, "batch": (args, kwargs), "random": random, "autocast": cast, "gradients": {}}
-        self.saved |= {"backward in autocast": False, "training": self.model.training, "usual": []}
-        if not torch.is_grad_enabled():
-            self.no_grad_in_autocast |= cast["enabled"]
-            return
-        if cast["enabled"]:
-            self.cast = AUTOCAST[self.plain] = cast["dtype"]
-        if self.step_in_autocast and cast["enabled"]:
-            self.stale |= any(_is_stale(weight, cast["dtype"]) for _, weight in self.trained[:8])
-        if self.passes % self.every == 0 and not self.labels:
-            self.looks.begin(self.passes + 1)
-            self._see_outputs()
-            for each in _cast_by_fsdp(module, args, kwargs):
-                self.tell(each)
-
-    def _output(self, name, module, args, output):
-        if self.muted or torch.compiler.is_compiling() or not (self.inside or torch.is_grad_enabled()):
-            return
-        for each in _tensors(output):
-            self._note("output", name, [_local(each).sum(dtype=FP32)])
-            if self.looks.on and each.numel():
-                self.looks.output(name, module, each)
-
-    def _end(self, module, args, output):
-        if torch.compiler.is_compiling() or self.muted:
-            return
-        self.inside, outputs = False, _tensors(output)
-        sums = [_local(each).sum(dtype=FP32) for each in outputs]
-        if self.at_once and any(map(_stops, self.together(sums).tolist())):
-            self._explain("forward", self.labels[self.began :], self.values[self.began :])
-        if not torch.is_grad_enabled():  # evaluation: its numbers are not kept
-            del self.labels[self.began :], self.values[self.began :]
-            self.evaluation = self.evaluation + sum(sums) * 0
-            for each in [_local(each).abs().amax().float() for each in outputs if each.dtype == FP16 and each.numel()]:
-                self.evaluated = torch.maximum(self.evaluated, each)
-            return
-        self.forward_seen = True
-        self._note("root", "", sums)
-        for place, each in enumerate(outputs):
-            if each.requires_grad:
-                each.grad_fn.metadata["output"] = True
-                each.register_hook(functools.partial(self._incoming, self.saved, place))
-        if len(self.values) > 100_000:  # forward passes without a backward pass
-            self.labels, self.values = [], []
-
-    def _incoming(self, saved, place, gradient):
-        self._note("incoming", "", _norms([gradient], self.order))
-        if gradient.nbytes <= 2**26:
-            saved["gradients"][place] = gradient.detach()
-
-    def _backward(self, original, tensors, *args, **kwargs):
-        """Stands in for torch.autograd.backward."""
-        if torch.compiler.is_compiling() or self.muted or not (self.labels or not self.forward_seen):
-            return original(tensors, *args, **kwargs)
-        self.saved = self.saved or {"gradients": {}}
-        self.saved["backward in autocast"] = torch.is_autocast_enabled(self.device.type)
-        loss = tensors if isinstance(tensors, torch.Tensor) else next(iter(tensors))
-        if loss.numel() == 1:
-            self._look_at_loss(loss)
-        old = self.looks.old_gradients() if self.looks.on and self.stepped else []
-        if self.calls.unscaled:
-            self.calls.kept = any(weight.grad is not None and weight.grad.any() for _, weight in self.trained)
-        sums, hooks = self.looks.sums_in_16_bits()
-        self.muted = True  # what is recomputed for checkpointing does not count
-        try:
-            original(tensors, *args, **kwargs)
-        finally:
-            self.muted, self.stepped = False, False
-            for hook in hooks:
-                hook.remove()
-        self.looks.note_added(old)
-        self._after_backward(sums)
-
-    def _look_at_loss(self, loss):
-        self.loss = _Loss(loss, self.at_once)
-        raw = [node.metadata["loss"] for node in self.loss.region if "loss" in node.metadata]
-        self.calls.not_scaled += self.enabled() and not raw
-        value = (raw[0] if raw else loss.detach()).float().reshape(())
-        self._note("loss", "", [value])
-        if self.at_once and not math.isfinite(value.item()):
-            self._explain("loss", self.labels, self.values)
-        elif self.at_once and value.item() == 0 and (origin := self.loss.origin()):
-            self.flat = origin.words
-
-    def _after_backward(self, sums):
-        found = {name: weight.grad for name, weight in self.weights if weight.grad is not None}
-        norms = _norms(found.values(), self.order)
-        self.labels += [("gradient", name) for name in found]
-        self.values += norms
-        self.looks.gradients(found, norms, sums)
-        if self.enabled():
-            self._note("scale", "", [self.scaler.scale(torch.ones((), device=self.device))])
-        self.passes += 1
-        if self.values:
-            self.pending.append((self.passes, self.calls.tries, self.labels, self.together(self.values)))
-        self.labels, self.values = [], []
-        if not self.every_output:
-            self._see_no_outputs()
+    def end_of_pass(self):
+        """After a backward: read and judge what is due, now and then by doing the pass again."""
         if self.at_once or self.passes % self.every == 0:
-            self._read()
+            self.read()
         if self.loss:
             self.loss.region = []
         looks, rest = divmod(self.passes - 1, self.every)
@@ -1568,72 +1291,70 @@ class watch:
         if self.passes % self.every == 0:
             self.decide()
 
-    def _holds(self, optimizer):
-        """Whether it is one of this model; one that is met for the first time is added."""
-        if not any(optimizer is one for one in self.optimizers):
-            if not any(id(weight) in self.ids for group in optimizer.param_groups for weight in group["params"]):
-                return False
-            self.optimizers.append(optimizer)
-        return True
-
-    def _before_step(self, optimizer, *_):
-        if self._holds(optimizer):
-            self.step_in_autocast |= torch.is_autocast_enabled(self.device.type)
-            self.calls.stepping(optimizer)
-            self.looks.before_step()
-
-    def _after_step(self, optimizer, *_):
-        if self._holds(optimizer):
-            self.steps += optimizer is self.optimizers[0]
-            self.stepped = True
-
-    # What is read of it
-
-    def _read(self):
+    def read(self):
         """Wait for all that was noted, and judge it, pass by pass."""
-        pending, self.pending = self.pending, []
-        values = torch.cat([stack for *_, stack in pending]).tolist() if pending else []
-        for number, step, labels, _ in pending:
-            self._judge(number, step, labels, values[: len(labels)], number == self.passes and bool(self.undo))
-            values = values[len(labels) :]
-        if not self.at_once and math.isnan(self.evaluation.item()) and self.problem is None:
-            _report(self, Origin("forward", "", "", "in an evaluation: its output"), self.passes, intact=False)
+        for number, step, labels, values in self.hooks.read_pending():
+            self._judge(number, step, labels, values, number == self.passes and bool(self.hooks.undo))
+        if not self.at_once and math.isnan(self.hooks.evaluation.item()) and self.problem is None:
+            self._report(Origin("forward", "", "", "in an evaluation: its output"), self.passes, intact=False)
 
     def _judge(self, number, step, labels, values, intact):
+        """Whether a pass was finite. `intact`: the weights are still those of that pass."""
         of = lambda kind: [value for (one, _), value in zip(labels, values) if one == kind]
         loss, scale, gradients = of("loss"), of("scale"), of("gradient")
         if scale:
-            self.skipped += bool(self.scales) and scale[0] < self.scales[-1]
-            self.scales = [*self.scales[:1], scale[0]]
+            self.skipped += scale[0] < self.scale
+            self.scale = scale[0]
         if loss:
             largest = labels[values.index(max(gradients))][1] if gradients else ""
             rate = next((float(group.get("lr", 0)) for group in _groups(self.optimizers)), 0)
-            self.trend.append(Pass(loss[0], math.hypot(*gradients) / (sum(scale) or 1), largest, rate))
+            self.trend.append((loss[0], math.hypot(*gradients) / (sum(scale) or 1), largest, rate))
+        finite = all(map(math.isfinite, of("incoming") + gradients))
+        if not finite and intact:  # perhaps only the squares in a norm are not
+            finite = not _kinds(_gradients(self.weights).values())
         if any(map(_stops, of("root"))):
-            self._explain("forward", labels, values, number, intact)
+            self.explain("forward", labels, values, number, intact)
         elif not all(map(math.isfinite, loss)):
-            self._explain("loss", labels, values, number, intact)
-        elif not all(map(math.isfinite, of("incoming") + gradients)) and not (intact and self._only_norms_overflow()):
+            self.explain("loss", labels, values, number, intact)
+        elif finite:
+            self.good = self.saved if self.at_once else None
+        else:
             self.streak = self.streak + (step != self.last_bad) if self.last_bad >= step - 1 else 1
             self.last_bad, self.bad_pass = step, number
-            if not self.enabled() or self.streak > self.patience or (scale or [1])[0] < 1:
-                self._explain("backward", labels, values, number, intact)
+            if not _is_on(self.scaler) or self.streak > self.patience or (scale or [1])[0] < 1:
+                self.explain("backward", labels, values, number, intact)
             elif self.streak == 3 and intact and not self.why:
                 self.why = _why_skipped(self)
-        else:
-            self.good = self.saved if self.at_once else None
 
-    def _only_norms_overflow(self):
-        """The squares in a norm of numbers above 1e19 overflow where these do not."""
-        return not _kinds([weight.grad for _, weight in self.weights if weight.grad is not None])
-
-    def _explain(self, phase, labels, values, number=None, intact=True):
+    def explain(self, phase, labels, values, number=None, intact=True):
         """Find where a number that is not finite comes from, save the pass, and stop."""
         if self.problem is None:
             bad = [label for label, value in zip(labels, values) if not math.isfinite(float(value))]
-            self.stops = not self.warn
+            self.ends = not self.warn
             origin = _origin(self, phase, bad, intact)
-            _report(self, origin, self.passes + 1 if number is None else number, intact)
+            self._report(origin, self.passes + 1 if number is None else number, intact)
+
+    def _report(self, origin, number, intact):
+        """Save, and raise or warn; in a run of several processes that is for a later `decide`."""
+        grown = _grown(self) if origin.phase != "input" and origin.why != "reason" else ""
+        if grown:
+            words = f"training diverges: {grown}; at the end of that, {origin}"
+            origin = origin._replace(phase="divergence", words=words)
+        words = f"pass {number}, after {self.steps} optimizer steps: {origin}."
+        running = [(name, buffer) for name, buffer in self.plain.named_buffers() if "running_" in name]
+        if intact and (spoilt := [name for name, buffer in running if _kinds([buffer])]):
+            words += f" Not finite since: {_some(spoilt)}; a skipped step does not undo that."
+        path = _save(self, number, origin) if intact and self.save and "batch" in (self.saved or {}) else None
+        if path:
+            words += f" Saved for `replay`: {path}."
+        elif not intact:
+            words += " The weights have changed since: go on from a checkpoint with every=1 to have the pass saved."
+        known = [each.what for each in self.told.values() if each.severity == "certain"]
+        words = f"{'; '.join(known)}. Then, {words}" if known else words
+        case = _case_of(origin)
+        self.problem = NonFinite(words + (f" See the clinic: {case}." if case else ""), origin, path, case)
+        if not _world():
+            self.decide()
 
     def decide(self):
         """Stop, all processes or none."""
@@ -1653,33 +1374,65 @@ class watch:
             self.warned = True
             warnings.warn(str(problem), RuntimeWarning, stacklevel=2)
 
-    # What it has to say
-
     def table(self):
         """A row a module, over the looks so far. Headrooms of its outputs, of the gradients at its outputs and of those
         of its weights: how often the largest could double before it is past 65504. Of the gradients at its outputs, as
         they come, scaled: the percentages of values that are 0, and that would become 0 in fp16. The norm of its
         updates relative to its weights'. The percentages that rounding takes away of updates, and of what a pass adds
         to gradients in 16 bits."""
-        return self.looks.table()
+        rows = self.looks.rows()
+        rows = rows[rows.what.isin([*HEADROOMS, *SHARES])]
+        groups = rows.groupby(["module", "what"], sort=False).value
+        order = rows.module.unique()  # pandas 2.2 mixes values up in unstack(sort=False)
+        sizes, means = groups.max().unstack().reindex(order), groups.mean().unstack().reindex(order)
+        table = pd.DataFrame({"dtype": pd.Series(self.looks.dtypes, dtype=object)}, index=sizes.index)
+        for what in [what for what in HEADROOMS if what in sizes]:
+            table[f"{what} headroom"] = sizes[what].map(_headroom)
+        return table.join(means[[what for what in SHARES if what in means]])
 
     def history(self):
         """A row a look: the pass, the scale and its falls until then, and the least headroom, in doublings, of all
         outputs and of all gradients at outputs."""
-        return self.looks.history()
+        rows = [(number, scale, skipped) for number, *_, scale, skipped in self.looks.records]
+        history = pd.DataFrame(rows, columns=["pass", "scale", "skipped"])
+        largest = self.looks.rows().pivot_table("value", "pass", "what", "max")
+        for what in ("output", "gradient"):
+            history[f"{what} headroom"] = history["pass"].map(largest.get(what, {})).map(_headroom)
+        return history
 
     def plot(self):
         """A figure: the headroom of outputs and gradients by module, and over time."""
-        return _plot(self.table(), self.history())
+        import matplotlib.pyplot as plt
+
+        table, history = self.table(), self.history()
+        kinds = [kind for kind in table if kind.endswith("headroom")]
+        if not kinds:
+            raise ValueError("saw nothing: no outputs to plot")
+        figure, (left, right) = plt.subplots(1, 2, figsize=(10, 1.5 + 0.22 * len(table)), layout="constrained")
+        for kind, color, marker in zip(kinds, ("#4f9d9a", "#b077b5", "#8a8d99"), "osd"):
+            names = [name or "the model" for name in table.index]
+            left.plot(table[kind], names, marker, color=color, label=kind.removesuffix(" headroom"))
+            if kind in history:
+                right.plot(history["pass"], history[kind], marker=marker, color=color)
+        left.axvline(0, color="#8e63c7", linestyle="--")
+        right.axhline(0, color="#8e63c7", linestyle="--")
+        left.set(xlabel="doublings to 65504")
+        left.invert_yaxis()
+        left.legend(frameon=False)
+        right.set(xlabel="pass", ylabel="least headroom, doublings")
+        least, kind = table[kinds].min(axis=None), table[kinds].min().idxmin()
+        where = f"{kind.removesuffix(' headroom')} of {table[kind].idxmin() or 'the model'}"
+        figure.suptitle(f"Least headroom: {least:.1f} doublings, {where}", x=0.01, ha="left")
+        return figure
 
     @property
     def report(self):
         words = f"Seen: {self.passes:,} passes, {self.steps:,} optimizer steps"
-        if self.enabled():
-            now = f", now {_shown(self.scales[-1])}" if self.scales else ""
+        if _is_on(self.scaler):
+            now = "" if math.isnan(self.scale) else f", now {self.scale:,.10g}"
             words += f", {self.skipped} falls of the scale{now}"
-        error = [self.error] if self.error else []
-        return Report(error + [each for judge in JUDGES for each in judge(self)], f"{words}.")
+        told = [*([self.error] if self.error else []), *self.told.values()]
+        return Report(told + [each for judge in JUDGES for each in judge(self)], f"{words}.")
 
     @property
     def findings(self):
@@ -1689,73 +1442,249 @@ class watch:
         return repr(self.report)
 
 
-def _report(seen, origin, number, intact=True):
-    """Save, and raise or warn; in a run of several processes that is for `_decide`."""
-    grown = _grown(seen) if origin.phase != "input" and origin.why != "reason" else ""
-    if grown:
-        words = f"training diverges: {grown}; at the end of that, {origin}"
-        origin = origin._replace(phase="divergence", words=words)
-    case = _case_of(origin)
-    words = f"pass {number}, after {seen.steps} optimizer steps: {origin}."
-    running = [(name, buffer) for name, buffer in seen.plain.named_buffers() if "running_" in name]
-    if intact and (spoilt := [name for name, buffer in running if _kinds([buffer])]):
-        words += f" Not finite since: {_some(spoilt)}; a skipped step does not undo that."
-    path = _save(seen, number, origin) if intact and seen.save and "batch" in (seen.saved or {}) else None
-    if path:
-        words += f" Saved for `replay`: {path}."
-    elif not intact:
-        words += " The weights have changed since: go on from a checkpoint with every=1 to have the pass saved."
-    known = [each.what for each in seen.told.values() if each.severity == "certain"]
-    words = f"{'; '.join(known)}. Then, {words}" if known else words
-    seen.problem = NonFinite(words + (f" See the clinic: {case}." if case else ""), origin, path, case)
-    if not _world():
-        seen.decide()
+class _Hooks:
+    """What a watch hangs on model, optimizers, scaler and autograd. They note numbers of a pass, as tensors: nothing
+    waits for a GPU, but at a close look, or with `at_once`. Passes are pending until `read_pending`."""
+
+    def __init__(self, seen):
+        self.seen, self.undo, self.watched = seen, [], []
+        self.labels, self.values, self.pending = [], [], []  # (kind, name) and number; whole passes
+        self.inside = self.muted = self.forward_seen = False
+        self.stepped = self.step_in_autocast = False
+        self.evaluation = self.evaluated = torch.zeros((), device=seen.device)
+
+    def attach(self):
+        seen = self.seen
+        self.ids = set(map(id, seen.weights.values()))
+        self.order = 2 if seen.at_once else math.inf  # of norms: squares overflow, and are faster on a CPU
+        self.every_output = not seen.at_once or _is_fsdp(seen.model)
+        if self.every_output:
+            self._see_outputs()
+        hooks = register_optimizer_step_pre_hook(self._before_step), register_optimizer_step_post_hook(self._after_step)
+        self.undo += [self._see_no_outputs, *(hook.remove for hook in hooks)]
+        for name, part in _entries(seen.model):
+            self.undo.append(_attach(part, functools.partial(self._begin, name), self._end))
+        self._wrap(torch.autograd, "backward", self._backward)
+        for name in ("scale", "unscale_", "step", "update"):
+            self._wrap(torch.amp.GradScaler, name, getattr(seen.calls, name))
+
+    def detach(self):
+        while self.undo:
+            self.undo.pop()()
+
+    def _wrap(self, owner, name, around):
+        original = getattr(owner, name)
+        setattr(owner, name, functools.wraps(original)(lambda *a, **k: around(original, *a, **k)))
+        self.undo.append(lambda: setattr(owner, name, original))
+
+    def _see_outputs(self):
+        if not self.watched:
+            parts = [(module, functools.partial(self._output, name)) for name, module in _parts(self.seen.model)]
+            self.watched = [_attach(module, None, after) for module, after in parts]
+
+    def _see_no_outputs(self):
+        while self.watched:
+            self.watched.pop()()
+
+    @contextmanager
+    def quiet(self):
+        """What is computed within is not the run's."""
+        self.muted = True
+        try:
+            yield
+        finally:
+            self.muted = False
+
+    def _off(self):
+        return self.muted or torch.compiler.is_compiling()
+
+    def _note(self, kind, name, values):
+        self.labels += [(kind, name)] * len(values)
+        self.values += values
+
+    def read_pending(self):
+        """Wait for the device: (pass, step, labels, values) of all passes that were not read."""
+        pending, self.pending = self.pending, []
+        values = torch.cat([stack for *_, stack in pending]).tolist() if pending else []
+        for number, step, labels, _ in pending:
+            yield number, step, labels, values[: len(labels)]
+            values = values[len(labels) :]
+
+    def _begin(self, name, module, args, kwargs):
+        """Before the model's forward."""
+        if self._off():
+            return
+        seen, kind = self.seen, self.seen.device.type
+        seen.looks.read_updates()
+        self.inside, self.began = True, len(self.values)
+        cast = {"device_type": kind, "enabled": torch.is_autocast_enabled(kind)}
+        cast["dtype"] = torch.get_autocast_dtype(kind)
+        random = [torch.get_rng_state(), *(torch.cuda.get_rng_state(gpu) for gpu in _gpus(seen.device))]
+        seen.saved = {"module": name, "batch": (args, kwargs), "random": random, "autocast": cast, "gradients": {}}
+        seen.saved |= {"backward in autocast": False, "training": seen.model.training, "usual": []}
+        if not torch.is_grad_enabled():
+            return
+        if cast["enabled"]:
+            seen.cast = AUTOCAST[seen.plain] = cast["dtype"]
+            if self.step_in_autocast and any(_is_stale(each, cast["dtype"]) for each in [*seen.trained.values()][:8]):
+                what = "the step was taken under autocast, and the next forward used the weights as cast before it"
+                cost = (
+                    "One region around many steps keeps its first cast copies of the weights: forward sees no update."
+                )
+                seen.tell(certain(what, "", cost, "The loss that stands still"))
+        if seen.passes % seen.every == 0 and not self.labels:
+            seen.looks.begin(seen.passes + 1)
+            self._see_outputs()
+            for each in _cast_by_fsdp(module, args, kwargs):
+                seen.tell(each)
+
+    def _output(self, name, module, args, output):
+        """After the forward of a part of the model."""
+        if self._off() or not (self.inside or torch.is_grad_enabled()):
+            return
+        for each in _tensors(output):
+            self._note("output", name, [_local(each).sum(dtype=FP32)])
+            if self.seen.looks.on and each.numel():
+                self.seen.looks.output(name, module, each)
+
+    def _end(self, module, args, output):
+        """After the model's forward."""
+        if self._off():
+            return
+        self.inside, outputs = False, _tensors(output)
+        sums = [_local(each).sum(dtype=FP32) for each in outputs]
+        if self.seen.at_once and any(map(_stops, _together(sums, self.seen.device).tolist())):
+            self.seen.explain("forward", self.labels[self.began :], self.values[self.began :])
+        if not torch.is_grad_enabled():  # evaluation: its numbers are not kept
+            del self.labels[self.began :], self.values[self.began :]
+            self.evaluation = self.evaluation + sum(sums) * 0
+            for each in [_local(each).abs().amax().float() for each in outputs if each.dtype == FP16 and each.numel()]:
+                self.evaluated = torch.maximum(self.evaluated, each)
+            return
+        self.forward_seen = True
+        self._note("root", "", sums)
+        for place, each in enumerate(outputs):
+            if each.requires_grad:
+                each.grad_fn.metadata["output"] = True
+                each.register_hook(functools.partial(self._incoming, self.seen.saved, place))
+        if len(self.values) > 100_000:  # forward passes without a backward pass
+            self.labels, self.values = [], []
+
+    def _incoming(self, saved, place, gradient):
+        """The gradient of the model's output."""
+        self._note("incoming", "", _norms([gradient], self.order))
+        if gradient.nbytes <= 2**26:
+            saved["gradients"][place] = gradient.detach()
+
+    def _backward(self, original, tensors, *args, **kwargs):
+        """Stands in for torch.autograd.backward."""
+        if self._off() or (self.forward_seen and not self.labels):
+            return original(tensors, *args, **kwargs)
+        seen = self.seen
+        seen.saved = seen.saved or {"gradients": {}}
+        seen.saved["backward in autocast"] = torch.is_autocast_enabled(seen.device.type)
+        loss = tensors if isinstance(tensors, torch.Tensor) else next(iter(tensors))
+        if loss.numel() == 1:
+            seen.loss = _Loss(loss, seen.at_once)
+            raw = [node.metadata["loss"] for node in seen.loss.region if "loss" in node.metadata]  # not scaled
+            seen.calls.not_scaled += _is_on(seen.scaler) and not raw
+            value = (raw[0] if raw else loss.detach()).float().reshape(())
+            self._note("loss", "", [value])
+            if seen.at_once and not math.isfinite(value.item()):
+                seen.explain("loss", self.labels, self.values)
+            elif seen.at_once and value.item() == 0 and (origin := seen.loss.origin()):
+                seen.flat = origin.words
+        seen.calls.before_backward()
+        # What is recomputed for checkpointing does not count.
+        with seen.looks.around_backward(self.stepped), self.quiet():
+            original(tensors, *args, **kwargs)
+        self.stepped = False
+        self._after_backward()
+
+    def _after_backward(self):
+        seen, found = self.seen, _gradients(self.seen.weights)
+        norms = _norms(found.values(), self.order)
+        self.labels += [("gradient", name) for name in found]
+        self.values += norms
+        seen.looks.gradients(found, norms)
+        if _is_on(seen.scaler):
+            self._note("scale", "", [seen.scaler.scale(torch.ones((), device=seen.device))])
+        seen.passes += 1
+        if self.values:
+            self.pending.append((seen.passes, seen.calls.tries, self.labels, _together(self.values, seen.device)))
+        self.labels, self.values = [], []
+        if not self.every_output:
+            self._see_no_outputs()
+        seen.end_of_pass()
+
+    def _holds(self, optimizer):
+        """Whether it is one of this model; one that is met for the first time is added."""
+        if not any(optimizer is one for one in self.seen.optimizers):
+            if self.ids.isdisjoint(map(id, _held([optimizer]))):
+                return False
+            self.seen.optimizers.append(optimizer)
+        return True
+
+    def _before_step(self, optimizer, *_):
+        if self._holds(optimizer):
+            self.step_in_autocast |= torch.is_autocast_enabled(self.seen.device.type)
+            self.seen.calls.before_step(optimizer)
+            self.seen.looks.before_step()
+
+    def _after_step(self, optimizer, *_):
+        if self._holds(optimizer):
+            self.seen.steps += optimizer is self.seen.optimizers[0]
+            self.stepped = True
 
 
-def _save(seen, number, origin):
-    """Write the pass for `replay`; the path, or None."""
-    path = Path(seen.save)
-    path = path.with_stem(f"{path.stem}_{dist.get_rank()}") if _world() else path
-    state = _state(seen.plain, seen.weights)
-    try:
-        torch.save(seen.saved | {"state": state, "pass": number, "origin": origin}, path)
-    except Exception as error:  # a full disk, a batch that cannot be pickled
-        seen.tell(note(f"nothing was saved: {type(error).__name__}: {error}"))
-        return None
-    return str(path)
+def _parts(model, name="", known=None):
+    """The modules whose outputs can be seen: those without children or with weights of their own, and what is compiled
+    from outside."""
+    known = set() if known is None else known
+    if id(model) in known:
+        return
+    known.add(id(model))
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        yield from _parts(model.module, name, known)
+        return
+    children = list(model.named_children())
+    passes_on = isinstance(model, nn.Identity | nn.Flatten | nn.Unflatten)
+    if _is_compiled(model) or [*model.parameters(recurse=False)] or not (children or passes_on):
+        yield name, model
+    for child, module in () if _is_compiled(model) else children:
+        yield from _parts(module, _child(name, child), known)
 
 
-def _plot(table, history):
-    import matplotlib.pyplot as plt
+def _entries(model, name=""):
+    """What is called from outside: the model, or, if it has no forward, as a ModuleDict, its parts."""
+    if getattr(model.forward, "__func__", None) is not nn.Module.forward:
+        return [(name, model)]
+    return [entry for child, part in model.named_children() for entry in _entries(part, _child(name, child))]
 
-    kinds = [kind for kind in table if kind.endswith("headroom")]
-    if not kinds:
-        raise ValueError("saw nothing: no outputs to plot")
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 1.5 + 0.22 * len(table)), layout="constrained")
-    for kind, color, marker in zip(kinds, ("#4f9d9a", "#b077b5", "#8a8d99"), "osd"):
-        names = [name or "the model" for name in table.index]
-        left.plot(table[kind], names, marker, color=color, label=kind.removesuffix(" headroom"))
-        if kind in history:
-            right.plot(history["pass"], history[kind], marker=marker, color=color)
-    left.axvline(0, color="#8e63c7", linestyle="--")
-    right.axhline(0, color="#8e63c7", linestyle="--")
-    left.set(xlabel="doublings to 65504")
-    left.invert_yaxis()
-    left.legend(frameon=False)
-    right.set(xlabel="pass", ylabel="least headroom, doublings")
-    least, kind = table[kinds].min(axis=None), table[kinds].min().idxmin()
-    where = f"{kind.removesuffix(' headroom')} of {table[kind].idxmin() or 'the model'}"
-    figure.suptitle(f"Least headroom: {least:.1f} doublings, {where}", x=0.01, ha="left")
-    return figure
+
+def _attach(module, before, after):
+    """Call `before(module, args, kwargs)` and `after(module, args, output)` around a module's forward, outside of its
+    compiled code; after an error `output` is None. Returns what undoes it."""
+    call = module._compiled_call_impl
+    if call is None:
+        hooks = [module.register_forward_pre_hook(before, with_kwargs=True)] if before else []
+        hooks.append(module.register_forward_hook(after, always_call=bool(before)))
+        return lambda: [hook.remove() for hook in hooks]
+
+    def outside(*args, **kwargs):
+        if before:
+            before(module, args, kwargs)
+        output = call(*args, **kwargs)
+        after(module, args, output)
+        return output
+
+    module._compiled_call_impl = outside
+    return lambda: setattr(module, "_compiled_call_impl", call)
 
 
 def _stops(value):
     """Whether a sum of outputs stops a run: -inf alone may be a mask."""
     return math.isnan(value) or value == math.inf
-
-
-def _shown(scale):
-    return f"{scale:,.0f}" if 1 <= scale < 1e15 else f"{scale:g}"
 
 
 def _is_stale(weight, dtype):
@@ -1766,7 +1695,32 @@ def _is_stale(weight, dtype):
     return not torch.equal(torch.matmul(weight, one), torch.matmul(weight.to(dtype), one.to(dtype)))
 
 
-# The search for what made the first number that is not finite, in the pass that `watch` has just seen
+def _cast_by_fsdp(module, args, kwargs):
+    """Inputs that FSDP2 has cast, and whose last digits are gone."""
+    policy = _policy(module)
+    if policy is None or not policy.cast_forward_inputs or policy.param_dtype not in SIXTEEN:
+        return
+    for each in _tensors((args, kwargs)):
+        if each.dtype in SIXTEEN and _last_whole(each.dtype) < (size := _largest([each])) < math.inf:
+            apart = f"where neighbours are {_spacing(size, each.dtype):g} apart"
+            cost = "FSDP2 casts inputs to param_dtype, times and positions too: cast_forward_inputs=False, or scale "
+            yield likely(f"an input is {_short(each.dtype)}, up to {size:,.0f}, {apart}", "", f"{cost}them.")
+
+
+def _save(seen, number, origin):
+    """Write the pass for `replay`; the path, or None."""
+    path = Path(seen.save)
+    path = path.with_stem(f"{path.stem}_{dist.get_rank()}") if _world() else path
+    state = _state(seen.plain, seen.weights.items())
+    try:
+        torch.save(seen.saved | {"state": state, "pass": number, "origin": origin}, path)
+    except Exception as error:  # a full disk, a batch that cannot be pickled
+        seen.tell(note(f"nothing was saved: {type(error).__name__}: {error}"))
+        return None
+    return str(path)
+
+
+# 10. The search in the pass that `watch` has just seen: for what made its first number that is not finite
 
 
 def _origin(seen, phase, bad, intact):
@@ -1792,16 +1746,19 @@ def _why_skipped(seen):
     return made if made and made.phase == "forward" and made.kind != "-inf" else None
 
 
+def _can_be_done_again(seen):
+    """FSDP2 gathers weights by a call of all processes, and a second pass disturbs its hooks: once, at the end of a run
+    in one process."""
+    return "batch" in (seen.saved or {}) and not (_is_fsdp(seen.model) and (_world() or not seen.ends))
+
+
 def _made_in(seen):
     """The Origins of the last pass, and those of a good pass before it."""
-    if "batch" not in (seen.saved or {}) or (_is_fsdp(seen.model) and (_world() or not seen.stops)):
+    if not _can_be_done_again(seen):
         return [], []
-    seen.muted = True
-    try:
+    with seen.hooks.quiet():
         made, failed = _ops_made(seen.model, seen.saved)
         seen.saved["usual"] = _ops_made(seen.model, seen.good | {"gradients": {}})[0] if made and seen.good else []
-    finally:
-        seen.muted = False
     if failed:
         seen.tell(note(failed))
     return made, seen.saved["usual"]
@@ -1809,26 +1766,26 @@ def _made_in(seen):
 
 def _already_there(seen):
     """Bad weights, or statistics that this pass used: in training batch norm only writes them."""
-    used = {f"{name}.running_" for name, module in seen.plain.named_modules() if not module.training}
-    buffers = [(name, each) for name, each in seen.plain.named_buffers() if each.dtype in FLOATS]
-    buffers = [(n, each) for n, each in buffers if "running_" not in n or n.rpartition("_")[0] + "_" in used]
-    bad = [name for name, each in seen.weights if each.dtype in FLOATS and _kinds([each])]
-    bad += [name for name, each in buffers if _kinds([each]) - {"-inf"}]
+    written = {name for name, module in seen.plain.named_modules() if module.training}
+    buffers = {name: each for name, each in seen.plain.named_buffers() if each.dtype in FLOATS}
+    used = [name for name in buffers if "running_" not in name or _module_of(name) not in written]
+    bad = [name for name, each in seen.weights.items() if each.dtype in FLOATS and _kinds([each])]
+    bad += [name for name in used if _kinds([buffers[name]]) - {"-inf"}]
     if not bad:
         return _bad_input(*seen.saved["batch"])
     why = "before the first step"
     if seen.steps or seen.passes:
         gradients = "bad" if seen.bad_pass == seen.passes else "finite"
         why = f"a step or a statistic made them so; the gradients before it were {gradients}"
-    return Origin("weights", bad[0].rpartition(".")[0], "", f"in the weights already ({why}): {_some(bad)}")
+    return Origin("weights", _module_of(bad[0]), "", f"in the weights already ({why}): {_some(bad)}")
 
 
-def _place(seen, phase, bad, intact=False):
+def _place(seen, phase, bad, intact):
     """Where, if it is not known by what op."""
     names = [name for kind, name in bad if kind == ("output" if phase == "forward" else "gradient")]
     if phase == "forward":
         module = names[0] if names else ""
-        return Origin(phase, module, "", f"in the forward, in {module or 'the model'} or since the module before")
+        return Origin(phase, module, "", f"{_in(phase, module)} or since the module before")
     if phase == "loss":
         region = seen.loss.region if seen.loss else ()
         ops = " of ".join([_op(node) for node in region if "loss" not in node.metadata][:-4:-1])
@@ -1836,24 +1793,23 @@ def _place(seen, phase, bad, intact=False):
     if phase == "incoming":
         words = "in the backward of the loss: what reaches the model's output is bad already"
         return Origin("backward", "", "", words)
-    names, order = [name.rpartition(".")[0] for name in names], [*seen.looks.dtypes]
+    names, order = list(map(_module_of, names)), [*seen.looks.dtypes]
     module = max(names, key=lambda name: order.index(name) if name in order else -1, default="")
     if intact and (low := _low_hooks(seen.model)) and not _world():
         words = f"in the communication hook {_some(low)}, which casts: the same pass has finite gradients without it"
         return Origin(phase, "", low[0], words)
-    shared = "; or another process's, by the reduction" if _world() else ""
+    words = f"in the backward, of {module or 'the model'} or of what follows it"
+    words += "; or another process's, by the reduction" if _world() else ""
     if any(map(_is_compiled, seen.model.modules())) and (seen.saved or {}).get("gradients") and intact:
-        shared += (
-            ". Uncompiled the same pass has finite gradients: compiled code made it, as where a region with autocast"
-        )
-        shared += " disabled is compiled, and its backward runs under autocast all the same"
-    return Origin(phase, module, "", f"in the backward, of {module or 'the model'} or of what follows it{shared}")
+        words += ". Uncompiled the same pass has finite gradients: compiled code made it, as where a region with "
+        words += "autocast disabled is compiled, and its backward runs under autocast all the same"
+    return Origin(phase, module, "", words)
 
 
 def _grown(seen):
     """How loss, gradients or weights grew until now, in words; "" if they did not."""
-    now = math.hypot(*seen.together(_norms(weight for _, weight in seen.trained)).tolist())
-    times = now / (math.hypot(*seen.together(seen.first_norms).tolist()) or 1)
+    now = math.hypot(*_together(_norms(seen.trained.values()), seen.device).tolist())
+    times = now / (math.hypot(*_together(seen.first_norms, seen.device).tolist()) or 1)
     weights = [f"the norm of all weights is {times:,.0f} times that at the start"] if 20 < times < math.inf else []
     return ", and ".join(filter(None, [_growth(seen.trend), *weights]))
 
@@ -1892,23 +1848,85 @@ def _where_raised(model, error):
         inside = names.get(id(frame.f_locals.get("self")), inside)
         if frame.f_code.co_name == "backward" and "ctx" in frame.f_locals:
             own = " It was raised in a backward of one's own, which runs outside of autocast: torch.amp.custom_bwd."
-    said = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}".rstrip(".: ")
+    said = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}".rstrip(".: ")
     means = next((means for words, means in RAISED.items() if re.search(words, said)), "")
     return certain(f"the run stopped with {said}", inside, means + own * means.startswith("Two dtypes"))
 
 
-# What a watch saw, judged: each function yields what it finds; the first of the worst is the verdict
+# and, while all is finite, for what its ops hide, and why gradients are 0
 
 
-def _called(seen):
-    """Calls that are missing, double or misplaced."""
-    yield from seen.told.values()
-    if seen.step_in_autocast and (seen.stale or seen.steps == 1):
-        say, what = likely, "the step was taken under autocast"
-        if seen.stale:
-            say, what = certain, f"{what}, and the next forward used the weights as cast before it"
-        cost = "One region around many steps keeps its first cast copies of the weights: forward sees no update."
-        yield say(what, "", cost, "The loss that stands still")
+def _inspect(seen):
+    """Do the pass again and look at each op of it."""
+    saved = seen.saved
+    if seen.problem or not saved["gradients"]:
+        return
+    found = _gradients({name: weight for name, weight in seen.trained.items() if weight.dim() > 1})
+    zero = [name for name, gradient in found.items() if _largest([gradient]) == 0]
+    zero = zero if not _kinds(saved["gradients"].values()) else []
+    seen.zero = _nothing_arrives(seen, zero, saved["gradients"].values()) if zero else None
+    if not _can_be_done_again(seen):
+        return
+    ops = _Ops(seen.plain)
+    try:
+        with seen.hooks.quiet():
+            gradients = _again(seen.model, saved, ops)
+    except Exception:  # some passes cannot be done again: then this look is left out
+        return
+    for each in ops.made:
+        if each.phase == "forward" and each.why == "format" and each.kind != "-inf":
+            seen.hidden.setdefault((each.module, each.op), each)
+    for each in ops.coarse:
+        seen.coarse.setdefault((each.where, each.what.split()[0]), each)
+    if zero and not seen.zero:
+        seen.zero = _why_zero(seen, zero, saved, ops.zeros, gradients)
+
+
+UNDERFLOW = "They underflow: scale the loss with a GradScaler, or use bf16."
+
+
+def _nothing_arrives(seen, zero, arriving):
+    """A Finding if the gradient that reaches the model's output is 0 everywhere, or, where that pass cannot be done
+    again, 0 in the fp16 of what comes before."""
+    size, where, dtype = _largest(arriving), _whole(seen.plain, zero), next(iter(arriving)).dtype
+    what = f"the gradient that reaches the model's output is 0 everywhere ({_short(dtype)})"
+    if 0 < size <= ZERO and "float16" in seen.looks.dtypes.values() and not _can_be_done_again(seen):
+        what, dtype = f"the gradient that reaches the model's output, up to {size:.2g}, is 0 in fp16", FP16
+    elif size:
+        return None
+    if seen.flat:
+        return certain(f"{what}, and {seen.flat}", where, "A loss that is divided by an inf is 0, and so is its slope.")
+    if dtype == FP16 and not _is_on(seen.scaler):
+        return certain(what, where, UNDERFLOW)
+    return likely(what, where, "The loss does not change with it: it is saturated, cut off, or divided by an inf.")
+
+
+def _why_zero(seen, zero, saved, zeros, right):
+    """Why weights have a gradient that is 0 everywhere: a Finding, by the `zeros` and the gradients, `right`, of the
+    same pass, done again."""
+    where, underflow = _whole(seen.plain, zero), UNDERFLOW
+    if saved["backward in autocast"]:
+        underflow = "They underflow; the backward ran under autocast too: leave the region before it. Scale the loss."
+    sizes = {name: _largest([right[name]]) for name in zero if name in right}
+    if lost := [name for name, size in sizes.items() if size > 0]:
+        what = "gradients that are 0 everywhere, though the same pass, done again, makes them"
+        cost = f"There they are up to {max(sizes.values()):.2g}. What comes after the backward loses them: a hook on "
+        cost += "gradients, or a communication hook that casts to fp16, where what is below 6e-8 becomes 0."
+        return certain(what, _whole(seen.plain, lost), cost)
+    if "format" in zeros:
+        return certain(f"gradients that underflow to 0: {zeros['format']}", where, underflow)
+    if empty := [name for name in zero if _largest([seen.weights[name]]) == 0]:
+        cost = "No underflow: no scale helps. They stay 0, and pass nothing on. Start them with other numbers."
+        return certain("weights that are 0, and whose gradient is 0 in float32 too", empty, cost)
+    if "unit" in zeros:
+        cost = "No underflow: no scale helps. Smaller inputs, a smaller learning rate, or another start."
+        return certain(f"weights that get no gradient: {zeros['unit']}", where, cost)
+    return note("weights whose gradient is 0 everywhere, in float32 too", where)
+
+
+# 11. The verdicts: each function yields what it finds in what was seen; the first of the worst is the verdict
+
+CALM = "A smaller rate, warm-up, or clipping. Whether precision has a part in it: train in float32."
 
 
 def _settings(seen, severity):
@@ -1919,117 +1937,93 @@ def _settings(seen, severity):
     yield from (each for part in [*parts, _wrappers(seen.model)] for each in part if each.severity == severity)
 
 
-CALM = "A smaller rate, warm-up, or clipping. Whether precision has a part in it: train in float32."
-
-
 def _stopped(seen):
     """The first number that is not finite."""
     if seen.problem:
-        origin, words = seen.problem.origin, str(seen.problem).partition(" See the clinic")[0].rstrip(".")
-        diverged = origin is not None and origin.phase == "divergence"
-        place_only = origin is not None and origin.phase == "backward" and not origin.op  # by elimination
-        say = likely if diverged or place_only else certain
-        yield say(words, "", CALM if diverged else "", seen.problem.case)
-
-
-def _diverging(seen):
-    if not seen.problem and (growth := _growth(seen.trend)):
-        yield likely(f"training diverges: {growth}", "", CALM)
+        words, phase = str(seen.problem).partition(" See the clinic")[0].rstrip("."), seen.problem.origin.phase
+        place_only = phase == "backward" and not seen.problem.origin.op  # by elimination
+        say = likely if phase == "divergence" or place_only else certain
+        yield say(words, "", CALM if phase == "divergence" else "", seen.problem.case)
 
 
 def _hidden(seen):
     """What single ops show, while the loss is finite."""
     if hidden := [*seen.hidden.values()]:
-        table, cost = seen.table(), "Later ops hide it, and the loss is finite all the same."
-        zero = "output headroom" in table and table["output headroom"].get(hidden[0].module) == math.inf
-        cost += " What this module puts out is 0 everywhere." if zero else ""
         others = [f"{each.op} of {each.module}" for each in hidden[1:]]
         where = f"also {_some(others)}" if others else ""
-        yield (certain if zero else likely)(hidden[0].words, where, cost + " Compute it in float32, or in bf16.")
+        cost = "Later ops hide it, and the loss is finite all the same. Compute it in float32, or in bf16."
+        yield likely(hidden[0].words, where, cost)
     yield from seen.coarse.values()
 
 
 def _skipped(seen):
     """Steps that a scaler skips: its routine, or not."""
-    falls = f"the scale fell {seen.skipped} times" + (f", to {_shown(seen.scales[-1])}" if seen.scales else "")
-    many = 3 * seen.skipped > seen.calls.tries
+    falls = f"the scale fell {seen.skipped} times"
+    falls += "" if math.isnan(seen.scale) else f", to {seen.scale:,.10g}"
+    many, tries = 3 * seen.skipped > seen.calls.tries, seen.calls.tries
     if seen.problem or (seen.last_bad < 0 and not seen.skipped):
         return
     if seen.why and seen.last_bad >= 0:
         cost = f"A lower scale does not help; {falls}."
         yield certain(f"steps are skipped: {seen.why}", "", cost, _case_of(seen.why))
-    elif seen.skips() > 4 and (not many or seen.skips() == seen.calls.tries > 12):
+    elif seen.skips() > 4 and (not many or seen.skips() == tries > 12):
         yield likely(f"the last {seen.skips()} steps were skipped: their gradients are not finite; {falls}")
-    elif many and seen.calls.tries >= 40 and seen.skipped > 15:
-        often = f"{seen.skipped} of {seen.calls.tries} steps are skipped: the scale grows back as fast as it falls"
+    elif many and tries >= 40 and seen.skipped > 15:
         factor, interval = seen.scaler.get_growth_factor(), seen.scaler.get_growth_interval()
         cost = f"growth_factor={factor:g}, growth_interval={interval}; the defaults, 2 and 2000, skip one step in 2000."
-        yield certain(often, "", cost)
+        what = f"{seen.skipped} of {tries} steps are skipped: the scale grows back as fast as it falls"
+        yield certain(what, "", cost)
     else:
         yield note(f"gradients overflowed; {falls}", "", "A scaler's routine.", "Skipped first steps")
 
 
 def _cast(seen):
     """Autocast and scaler that do not go together."""
+    scaled = _is_on(seen.scaler)
     seen_all = seen.looks.dtypes and not any(map(_is_compiled, seen.model.modules()))
     fp32 = seen_all and seen.cast is None and set(seen.looks.dtypes.values()) == {"float32"}
     if seen.saved and seen.saved.get("backward in autocast"):
         cost = "Its products are cast too, also of parts that were taken out. Leave the region before it."
         yield likely("backward was called under autocast", "", cost, "The layer taken out")
-    if seen.cast == BF16 and seen.enabled():
+    if seen.cast == BF16 and scaled:
         cost = "bf16 has float32's range and needs no scale: it doubles until float32 overflows. Remove the scaler."
         yield likely("bf16 autocast with a GradScaler", "", cost, "The scale that only rises")
-    if seen.cast == FP16 and not seen.enabled():
+    if seen.cast == FP16 and not scaled:
         off = ": it is disabled" if seen.scaler is not None else ""
         cost = "Small gradients become 0 in the backward. Add a GradScaler, or use bf16."
         yield likely(f"fp16 autocast without a GradScaler{off}", "", cost)
-    if seen.enabled() and fp32 and not seen.problem:
-        others = [kind for kind in ("cuda", "cpu") if kind != seen.device.type and torch.is_autocast_enabled(kind)]
-        device = f"; it is on for {others[0]}, and the model lies on {seen.device.type}" if others else ""
-        yield likely(f"a GradScaler, and no module's output is in 16 bits: autocast is not on{device}")
+    if scaled and fp32 and not seen.problem:
+        yield likely("a GradScaler, and no module's output is in 16 bits: autocast is not on")
 
 
 def _no_gradient(seen):
     """Weights that no gradient reaches: None, or 0."""
-    looks, missing, what = seen.looks, sorted(seen.looks.missing or ()), "weights that no gradient reaches (None)"
-    held = {id(weight) for group in _groups(seen.optimizers) for weight in group["params"]}
-    part, weights = lambda name: name.rpartition(".")[0], dict(seen.trained)
-    cut = [name for name in sorted(looks.cut) if name in map(part, missing)]
-    left = "nothing leads from the loss to them: a detach, or a forward whose output is not used"
+    missing, held = sorted(seen.looks.missing or ()), set(map(id, _held(seen.optimizers)))
+    cut = sorted(seen.looks.cut & set(map(_module_of, missing)))
+    what, cost = "weights that no gradient reaches (None)", "They train (requires_grad), but"
     if missing and len(missing) == len(seen.trained):
-        left = "at the step they have none: zero_grad stands between backward and step"
-        yield certain(what, _whole(seen.plain, missing), f"They train (requires_grad), but {left}.")
+        cost += " at the step they have none: zero_grad stands between backward and step."
+        yield certain(what, _whole(seen.plain, missing), cost)
     elif cut:
-        left = "their forward ran under no_grad"
-        if looks.cut[cut[0]]:
-            left += ", in a reentrant checkpoint none of whose inputs requires a gradient: use_reentrant=False"
-        say = certain if any(id(weights[name]) in held for name in missing if part(name) in cut) else note
-        yield say(what, cut, f"They train (requires_grad), but {left}.")
-    elif ran := [name for name in missing if part(name) in looks.dtypes]:
-        if seen.no_grad_in_autocast and seen.cast:
-            left += "; or a forward under no_grad, in the same autocast region, left its cast copies to this one"
-        yield likely(what, _whole(seen.plain, ran), f"They train (requires_grad), but {left}.")
+        cost += " their forward ran under no_grad, or in a reentrant checkpoint whose inputs require no gradient"
+        stepped = [name for name in missing if _module_of(name) in cut and id(seen.trained[name]) in held]
+        yield (certain if stepped else note)(what, cut, f"{cost}: use_reentrant=False.")
+    elif ran := [name for name in missing if _module_of(name) in seen.looks.dtypes]:
+        cost += " nothing leads from the loss to them: a detach, or a forward whose output is not used"
+        cost += "; or a forward under no_grad, in the same autocast region, left its cast copies to this one"
+        yield likely(what, _whole(seen.plain, ran), f"{cost}.")
     elif missing:
         yield note("weights that are not used", _whole(seen.plain, missing))
     if seen.zero:  # which may be the end of a run that grew
         yield seen.zero._replace(severity="likely") if _growth(seen.trend) else seen.zero
 
 
-def _evaluated(seen):
-    """Outputs of which fp16 cannot hold the squares."""
-    if (size := seen.evaluated.item()) > math.sqrt(LARGEST) / 2:
-        cost = (
-            f"Squares are up to {size**2:,.0f}, and a sum of a few is past 65504: metrics are computed of `.float()`."
-        )
-        yield likely(f"outputs without gradients, as in evaluation, are float16 up to {size:,.0f}", "", cost)
-
-
 def _norms_seen(seen):
-    """What happens to gradients between backward and step."""
+    """What happens to gradients between backward and step, and to weights at the step."""
     rows = seen.looks.rows()
-    numbers = {what: rows[rows.what == what].set_index("pass").value for what in rows.what.unique()}
-    none = pd.Series(dtype=float)
-    made, before = numbers.get("norm after backward", none), numbers.get("norm before unscale_", none)
+    numbers = {what: group.set_index("pass").value for what, group in rows.groupby("what")}
+    get = lambda what: numbers.get(what, pd.Series(dtype=float))
+    made, before, step = get("norm after backward"), get("norm before unscale_"), get("norm at the step")
     ratio = (made / before).dropna()
     divided = (ratio < 65) & ((ratio - ratio.round()).abs() < 1e-3)  # by a number of passes or processes
     clipped = ratio[(ratio > 2) & (ratio < math.inf) & ~divided]
@@ -2039,65 +2033,66 @@ def _norms_seen(seen):
         cost = "Clipping acts on scaled gradients; unscaling then makes them too small. Call `unscale_` before it."
         to_a_limit = abs(last - float(f"{last:.2g}")) < 1e-3 * last
         yield (certain if to_a_limit else likely)(what, "", cost, "Clipped to a small norm")
-    old, moved, step = (numbers.get(what, none) for what in ("old gradient", "moved", "norm at the step"))
     at_step = (step / made).dropna()
-    if not seen.enabled() and len(at_step) > 1 and 0 < at_step.max() < 1e-3:
-        what = (
-            f"clipping takes the norm of the gradients from {made.median():,.0f} to {step.median():.3g}, in every look"
-        )
+    if not _is_on(seen.scaler) and len(at_step) > 1 and 0 < at_step.max() < 1e-3:
+        sizes = f"{made.median():,.0f} to {step.median():.3g}"
         cost = "Only their direction is left. Some part of the loss is far larger than the rest: print its parts."
-        yield likely(what, "", cost)
+        yield likely(f"clipping takes the norm of the gradients from {sizes}, in every look", "", cost)
     if len(at_step) and (at_step == 0).all():
         cost = "zero_grad stands between backward and step, or a hook clears them."
         yield certain("gradients are 0 at the step, and were not after the backward", "", cost)
-    if len(old) and old.max() > 0:
+    if get("old gradient").max() > 0:
         cost = "Gradients that a step has used are still there at the next backward, which adds to them."
         yield likely("gradients are not set to zero", "", cost, "The loop without zero_grad")
+    moved = get("moved")
     if len(moved) > 1 and moved.max() == 0:
         rates = [float(group.get("lr", 1)) for group in _groups(seen.optimizers)]
         cost = "Rounding takes the updates, or the optimizer holds others." if any(rates) else "The learning rate is 0."
         yield certain("steps that move none of the weights", "", cost)
-    stands = [each.iloc[-1] for what, each in numbers.items() if what.endswith("stands")]
-    if stands and max(stands) > 30:
-        what = f"a copy of the weights in 16 bits, as an average: {max(stands):.0f}% of it stand still between looks"
-        far = "Of its numbers that are more than 6% from the weight. Its small steps are rounded away: keep it in FP32."
-        yield certain(what, "", far)
+    stands = max([each.iloc[-1] for what, each in numbers.items() if what.endswith("stands")], default=0)
+    if stands > 30:
+        what = f"a copy of the weights in 16 bits, as an average: {stands:.0f}% of it stand still between looks"
+        cost = "Of its numbers more than 6% from the weight. Its small steps are rounded away: keep it in FP32."
+        yield certain(what, "", cost)
 
 
 def _rounded(seen):
-    """What rounding takes away from updates and sums, by module."""
-    table = seen.table()
-    low = [weight for _, weight in seen.trained if weight.dtype in SIXTEEN]
-    lost = table["% updates lost"] if "% updates lost" in table else pd.Series(dtype=float)
-    lost, share = lost[lost > 10], lost.max()
+    """What rounding takes away from updates and sums, and steps that are too large for it, by module."""
+    table, none = seen.table(), pd.Series(dtype=float)
+    low = [weight for weight in seen.trained.values() if weight.dtype in SIXTEEN]
+    lost, sums = (shares[shares > 10] for shares in (table.get(f"% {what} lost", none) for what in ("updates", "sums")))
     if low and len(lost) and not _who_keeps_masters(low, seen.optimizers):
         half_a_step, decay = _lost_decay(low, seen.optimizers)
-        what, cost = f"updates that rounding takes away: up to {share:.0f}%", "The weights have no FP32 masters: "
-        cost += f"what is below {half_a_step:.2g} of a weight is lost, lr * weight_decay = {decay:.2g} with it."
-        if decay and share < 70:
-            what = f"weight decay that 16-bit weights round away: lr * weight_decay = {decay:.2g}"
-            cost = f"Half a step is {half_a_step:.2g}; of updates, up to {share:.0f}% are lost too. Keep FP32 masters."
+        cost = f"The weights have no FP32 masters: what is below {half_a_step:.2g} of a weight is lost"
+        cost += f", lr * weight_decay = {decay:.2g} with it." if decay else "."
+        what = f"updates that rounding takes away: up to {lost.max():.0f}%"
         yield likely(what, [*lost.index], cost, "The small learning rate")
-    if "% sums lost" in table and len(sums := table["% sums lost"][table["% sums lost"] > 10]):
+    if len(sums):
         what = f"gradients in 16 bits, summed over passes: what a pass adds is rounded away, up to {sums.max():.0f}%"
         yield likely(what, [*sums.index], "Add them up in FP32.")
-    zero = table.index[table["output headroom"] == math.inf] if "output headroom" in table else []
-    if len(zero) and len(seen.looks.records) > 1:
-        yield likely("outputs that are 0 everywhere, in all looks", [*zero], "What follows learns nothing.")
+    headroom = table.get("output headroom", none)
+    if (headroom == math.inf).any() and len(seen.looks.records) > 1:
+        zero = [*table.index[headroom == math.inf]]
+        yield likely("outputs that are 0 everywhere, in all looks", zero, "What follows learns nothing.")
 
 
-def _large_steps(seen):
-    """Steps as large as the weights."""
-    table = seen.table()
-    sizes = table["update/weight"] if "update/weight" in table else pd.Series(dtype=float)
+def _too_large(seen):
+    """Outputs of which fp16 cannot hold the squares, steps as large as the weights, a loss that grows."""
+    if (size := seen.hooks.evaluated.item()) > math.sqrt(LARGEST) / 2:
+        cost = f"Squares are up to {size**2:,.0f}, and a sum of a few is past 65504: "
+        cost += "metrics are computed of `.float()`."
+        yield likely(f"outputs without gradients, as in evaluation, are float16 up to {size:,.0f}", "", cost)
+    sizes = seen.table().get("update/weight", pd.Series(dtype=float))
     if (size := sizes[sizes < math.inf].median()) > 0.5:
         what = f"a step changes weights by {size:.2g} of their size (the median of modules)"
         yield likely(what, "", f"The learning rate is too large, in any precision. {CALM}")
+    if not seen.problem and (growth := _growth(seen.trend)):
+        yield likely(f"training diverges: {growth}", "", CALM)
 
 
 def _unseen(seen):
     """What it could not see, in words."""
-    forward = seen.forward_seen or seen.problem or seen.error
+    forward = seen.hooks.forward_seen or seen.problem or seen.error
     if not (seen.passes or forward):
         yield note("saw nothing: neither the model's forward nor a backward was called")
     elif not (seen.passes or seen.problem):
@@ -2111,11 +2106,11 @@ def _unseen(seen):
 
 
 SPOILS, MAY = (functools.partial(_settings, severity=severity) for severity in ("certain", "likely"))
-JUDGES = [_called, SPOILS, _stopped, _no_gradient, _skipped, _norms_seen, _hidden, _cast]
-JUDGES += [_rounded, MAY, _evaluated, _large_steps, _diverging, _unseen]
+JUDGES = [SPOILS, _stopped, _no_gradient, _skipped, _norms_seen, _hidden, _cast]
+JUDGES += [_rounded, MAY, _too_large, _unseen]
 
 
-# bisect
+# 12. bisect
 
 
 def bisect(model, batch, loss, dtype=FP16, tolerance=0.02):
