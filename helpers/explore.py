@@ -350,23 +350,21 @@ def step_graph(dtypes, title, start):
     arrows = pd.DataFrame({"x": (x[1:] + x[:-1]) / 2, "y": (y[1:] + y[:-1]) / 2, "shape": turns})
     way = _choice("way", "the step ", list(dtypes), start)
     rows = int(y.max()) + 1
-    at = {
-        "x": alt.X("left:Q", axis=None, scale=alt.Scale(domain=[-0.5, 2.5])),
-        "y": alt.Y("top:Q", axis=None, scale=alt.Scale(domain=[-0.5, rows - 0.5], reverse=True)),
-    }
+    left = alt.X("left:Q", axis=None, scale=alt.Scale(domain=[-0.5, 2.5]))
+    top = alt.Y("top:Q", axis=None, scale=alt.Scale(domain=[-0.5, rows - 0.5], reverse=True))
     middle = {"left": "datum.x", "top": "datum.y"}
     corners = {"left": "datum.x - 0.42", "right": "datum.x + 0.42", "top": "datum.y - 0.38", "bottom": "datum.y + 0.38"}
     heads = alt.Chart(arrows).transform_calculate(**middle)
     heads = heads.mark_point(filled=True, size=160, color=NEUTRAL, opacity=1)
-    heads = heads.encode(**at, shape=alt.Shape("shape:N", scale=None))
+    heads = heads.encode(left, top, shape=alt.Shape("shape:N", scale=None))
     base = _chosen(nodes, "way")
     color = alt.Color("dtype:N", scale=_colors(sorted(set(nodes.dtype))), legend=None)
     boxes = base.transform_calculate(**corners).mark_rect(cornerRadius=6)
-    boxes = boxes.encode(**at, x2="right", y2="bottom", color=color)
+    boxes = boxes.encode(left, top, x2="right", y2="bottom", color=color)
     inside = base.transform_calculate(**middle)
     words = {"align": "center", "color": "white", "fontSize": 17}
-    names = inside.mark_text(dy=-30, **words).encode(**at, text="name:N")
-    types = inside.mark_text(dy=12, fontWeight="bold", **words).encode(**at, text="dtype:N")
+    names = inside.mark_text(dy=-30, **words).encode(left, top, text="name:N")
+    types = inside.mark_text(dy=12, fontWeight="bold", **words).encode(left, top, text="dtype:N")
     text = f"The tensors of a training step, coloured by dtype: {title}. An input chooses how the step is taken."
     _show([heads, boxes, names, types], [way], title, text, width=WIDTH, height=100 * rows)
 
@@ -489,19 +487,17 @@ def timeline(rows, parts, inputs, title):
     base = _chosen(rows, *inputs)
     # Light enough for dark digits; the last work is the device's.
     shades = [*["#9a9a9a", "#c4c4c4"][: len(work) - 1], COLORS["normal"], "#eba79e"]
-    at = {
-        "x": alt.X("start:Q", title="ms", scale=alt.Scale(domain=[0, float(rows.end.max())], nice=False)),
-        "y": alt.Y("part:N", title=None, scale=alt.Scale(domain=parts)),
-    }
-    bar = {"x2": "end:Q", "color": alt.Color("work:N", scale=alt.Scale(domain=[*work, "idle"], range=shades))}
+    color = alt.Color("work:N", scale=alt.Scale(domain=[*work, "idle"], range=shades))
+    x = alt.X("start:Q", title="ms", scale=alt.Scale(domain=[0, float(rows.end.max())], nice=False))
+    y = alt.Y("part:N", title=None, scale=alt.Scale(domain=parts))
     mine = base.transform_filter(f"datum.part == '{device}'")
     mine = mine.transform_aggregate(end="max(end)", first="min(end)", steps="count()", length="mean(length)")
     mine = mine.transform_calculate(start="0", part=f"'{device}'", work="'idle'")
     mine = mine.transform_calculate(pace="(datum.end - datum.first) / (datum.steps - 1)")
-    idle = mine.mark_bar().encode(**at, **bar)
-    busy = base.mark_bar(stroke="white").encode(**at, **bar)
+    idle = mine.mark_bar().encode(x, y, x2="end:Q", color=color)
+    busy = base.mark_bar(stroke="white").encode(x, y, x2="end:Q", color=color)
     middle = base.transform_calculate(start="(datum.start + datum.end) / 2")
-    middle = middle.mark_text(align="center", baseline="middle", fontSize=11, color="black").encode(**at)
+    middle = middle.mark_text(align="center", baseline="middle", fontSize=11, color="black").encode(x, y)
     if inputs:
         pace = "format(datum.pace, '.1f') + ' ms a step; the device works '"
         pace += " + format(datum.length / datum.pace, '.0%') + ' of the time'"
@@ -540,17 +536,15 @@ def pointers(stored, exact, title, start):
         _slider("k", "position: 2 to the power of k, minus 1; k = ", sorted(set(table.k)), start[1].bit_length()),
     ]
     base = _chosen(table.round(3), "format", "k").transform_calculate(zero="0")
-    at = {
-        "x": alt.X("dial:Q", axis=None, scale=alt.Scale(domain=[-0.5, dials - 0.5], nice=False)),
-        "y": alt.Y("zero:Q", axis=None, scale=alt.Scale(domain=[-0.5, 0.5], nice=False)),
-    }
+    x = alt.X("dial:Q", axis=None, scale=alt.Scale(domain=[-0.5, dials - 0.5], nice=False))
+    y = alt.Y("zero:Q", axis=None, scale=alt.Scale(domain=[-0.5, 0.5], nice=False))
     radius = 0.42 * WIDTH / dials
-    faces = base.mark_point(size=np.pi * radius**2, color=NEUTRAL, opacity=0.4, strokeWidth=1).encode(**at)
-    should = base.mark_rule(color=NEUTRAL, strokeWidth=5, opacity=0.5).encode(**at, x2="right x:Q", y2="right y:Q")
+    faces = base.mark_point(size=np.pi * radius**2, color=NEUTRAL, opacity=0.4, strokeWidth=1).encode(x, y)
+    should = base.mark_rule(color=NEUTRAL, strokeWidth=5, opacity=0.5).encode(x, y, x2="right x:Q", y2="right y:Q")
     color = alt.Color("format:N", scale=_colors(formats), legend=None)
     does = base.transform_filter("isValid(datum.x)").mark_rule(strokeWidth=2)
-    does = does.encode(**at, x2="x:Q", y2="y:Q", color=color)
-    degrees = base.mark_text(dy=radius + 6, align="center", fontSize=13).encode(**at, text="says:N")
+    does = does.encode(x, y, x2="x:Q", y2="y:Q", color=color)
+    degrees = base.mark_text(dy=radius + 6, align="center", fontSize=13).encode(x, y, text="says:N")
     head = "'position ' + format(pow(2, datum.k) - 1, ',') + ' in ' + datum.format + ': degrees away from exact'"
     first = base.transform_filter("datum.dial == 0").transform_calculate(head=head)
     words = first.mark_text(x=0, y=-24).encode(text="head:N")
