@@ -98,18 +98,13 @@ def _select(name, options, start):
 
 
 def _distinct(values):
-    """The different ones of `values`, in their order."""
+    """Each of `values` once, in their order."""
     return list(dict.fromkeys(values))
 
 
 def _chosen(table, *names):
     """The rows of `table` whose columns `names` have the values of the inputs that are called the same."""
     return alt.Chart(table).transform_filter(" && ".join(f"datum.{name} == {name}" for name in names) or "true")
-
-
-def _says(chart, sentence, **look):
-    """A text that the browser puts together, by an expression of Vega's."""
-    return chart.transform_calculate(says=sentence).mark_text(**look).encode(text="says:N")
 
 
 def _colors(names):
@@ -140,17 +135,15 @@ def fates(values, scales, title, start=0, what="gradient"):
         fate="datum.at < -25 ? 'becomes 0' : datum.at < -14 ? 'subnormal' : datum.at < 16 ? 'normal' : 'overflows'",
     )
     low, high = int(power[0]) + min(*scales, 0), int(power[-1]) + max(scales) + 2
+    x = alt.X("middle:Q", title=f"log2 of the scaled {what}", scale=alt.Scale(domain=[low, high], nice=False))
+    y = alt.Y("count:Q", title="how many", scale=alt.Scale(domain=[0, int(1.15 * max(count))]))
     bars = moved.transform_calculate(middle="datum.at + 0.5").mark_bar(size=WIDTH / (high - low) - 1)
-    bars = bars.encode(
-        x=alt.X("middle:Q", title=f"log2 of the scaled {what}", scale=alt.Scale(domain=[low, high], nice=False)),
-        y=alt.Y("count:Q", title="how many", scale=alt.Scale(domain=[0, int(1.15 * max(count))])),
-        color=alt.Color("fate:N", scale=_colors(names)),
-    )
+    bars = bars.encode(x, y, color=alt.Color("fate:N", scale=_colors(names)))
     shares = moved.transform_calculate(
         lost="datum.at < -25 ? datum.share : 0", over="datum.at >= 16 ? datum.share : 0"
     ).transform_aggregate(lost="sum(lost)", over="sum(over)")
-    sentence = "'scale 2^' + k + ': lost ' + format(datum.lost, '.1%') + ', overflowed ' + format(datum.over, '.1%')"
-    words = _says(shares, sentence, x=4, y=4, fontWeight="bold")
+    says = "'scale 2^' + k + ': lost ' + format(datum.lost, '.1%') + ', overflowed ' + format(datum.over, '.1%')"
+    words = shares.transform_calculate(says=says).mark_text(x=4, y=4, fontWeight="bold").encode(text="says:N")
     text = f"Histogram with a slider: {title}. The slider multiplies all {what}s by a power of two."
     _show([bars, words], [k], title, text, width=WIDTH, height=220)
     ends = [scales[0], scales[-1]]
@@ -165,10 +158,8 @@ def steps(run, title, interval):
     """
     bad, up = run["next scale"] < run["scale"], run["next scale"] > run["scale"]
     data = pd.DataFrame({"step": run.step, "log2": np.log2(run.scale), "fate": np.where(bad, "overflows", "normal")})
-    taken = [
-        f"all gradients are finite: the step is taken, clean step {clean + 1} of {interval}" for clean in run.tracker
-    ]
-    taken += np.where(up, ", so the scale doubles", "")
+    taken = "all gradients are finite: the step is taken, clean step " + (run.tracker + 1).astype(str)
+    taken += f" of {interval}" + np.where(up, ", so the scale doubles", "")
     data["says"] = np.where(bad, "a gradient is not finite: the step is skipped, the scale halves", taken)
     data["head"] = "step " + data.step.astype(str) + ": the loss is multiplied by " + data.log2.map("2^{:.0f}".format)
     step = _slider("step", "step ", list(data.step), int(data.step.iloc[-1]))
@@ -184,7 +175,8 @@ def steps(run, title, interval):
     behind = past.mark_line(**line, strokeWidth=2).encode(x, y)
     dots = past.mark_point(filled=True, size=60, opacity=1).encode(x, y, color=color, shape=shape)
     now = _chosen(data[["step", "says", "head"]], "step")
-    head, says = (now.mark_text(x=0, y=y).encode(text=name) for name, y in (("head", -44), ("says", -24)))
+    head = now.mark_text(x=0, y=-44).encode(text="head")
+    says = now.mark_text(x=0, y=-24).encode(text="says")
     text = f"GradScaler, step by step: {title}. A slider moves the step."
     _show([ahead, behind, dots, head, says], [step], title, text, offset=8, width=WIDTH, height=220)
 
@@ -217,11 +209,9 @@ def drawn_runs(runs, title, start):
         x=f"datum.i % {width} + floor(datum.i % {width} / 8)",  # with a gap after each picture
         y=f"floor(datum.i / {width})",
     )
-    digits = cells.mark_rect().encode(
-        x=alt.X("x:O", axis=None, scale=alt.Scale(domain=list(range(width + len(pictures))))),
-        y=alt.Y("y:O", axis=None),
-        color=alt.Color("ink:Q", scale=alt.Scale(domain=[0, 15], range=["white", "black"]), legend=None),
-    )
+    x = alt.X("x:O", axis=None, scale=alt.Scale(domain=list(range(width + len(pictures)))))
+    grey = alt.Color("ink:Q", scale=alt.Scale(domain=[0, 15], range=["white", "black"]), legend=None)
+    digits = cells.mark_rect().encode(x, alt.Y("y:O", axis=None), color=grey)
     digits = digits.properties(title=title, width=WIDTH, height=8 * WIDTH // width)
     x = alt.X("step:Q", title=f"step; grey: all {len(runs)} runs, many of them alike")
     y = alt.Y("loss:Q", scale=alt.Scale(domain=[0, max(curves.loss) * 1.3], nice=False))
@@ -264,20 +254,17 @@ def calculator(parts, states, cards, title, start):
     whole = json.dumps(["activations", "autocast's copies"])
     size = f"(datum.fixed + batch * datum.each) / (indexof({whole}, datum.part) < 0 ? gpus : 1)"
     base = alt.Chart(held.round(5)).transform_filter(chosen).transform_calculate(GiB=size)
+    x, y = alt.X("GiB:Q", scale=alt.Scale(domainMin=0)), alt.Y("moment:N", sort=moments, title=None)
+    color = alt.Color("part:N", scale=_colors(names), sort=names, legend=alt.Legend(columns=4))
     bars = base.transform_calculate(order=f"indexof({json.dumps(names)}, datum.part)").mark_bar(height=34)
-    bars = bars.encode(
-        x=alt.X("GiB:Q", scale=alt.Scale(domainMin=0)),
-        y=alt.Y("moment:N", sort=moments, title=None),
-        color=alt.Color("part:N", scale=_colors(names), sort=names, legend=alt.Legend(columns=4)),
-        order="order:Q",
-    )
+    bars = bars.encode(x, y, color, order="order:Q")
     peak = base.transform_aggregate(total="sum(GiB)", groupby=["moment"]).transform_aggregate(peak="max(total)")
     peak = peak.transform_calculate(room=f"({json.dumps(cards)})[card]")
     room = alt.X("room:Q", title="GiB a GPU; dashed: there for the step")
     limit = peak.mark_rule(strokeDash=[6, 3], strokeWidth=2).encode(room)
-    sentence = "'batch ' + batch + ', ' + card + ': ' + format(datum.peak, ',.1f') + ' of ' + datum.room + ' GiB, '"
-    sentence += " + (datum.peak > datum.room ? 'too much' : 'it fits')"
-    words = _says(peak, sentence, x=0, y=-18, fontSize=13)
+    says = "'batch ' + batch + ', ' + card + ': ' + format(datum.peak, ',.1f') + ' of ' + datum.room + ' GiB, '"
+    says += " + (datum.peak > datum.room ? 'too much' : 'it fits')"
+    words = peak.transform_calculate(says=says).mark_text(x=0, y=-18, fontSize=13).encode(text="says:N")
     text = f"Bars of memory with six inputs: {title}. Model, precision, optimizer, batch, GPUs and card."
     _show([bars, limit, words], inputs, title, text, offset=24, width=WIDTH - 110, height=46 * len(moments))
 
@@ -319,7 +306,8 @@ def verdicts(intervals, title, margins, start):
     width = WIDTH // 2 - 40
     limit = alt.Chart(pd.DataFrame({"one": [1]})).transform_calculate(limit="1 + margin / 100")
     line = limit.mark_rule(strokeDash=[6, 3]).encode(y="limit:Q")
-    words = _says(limit, "'dashed: margin ' + margin + '%'", x=width, y=0, align="right", fontSize=12)
+    words = limit.transform_calculate(says="'dashed: margin ' + margin + '%'")
+    words = words.mark_text(x=width, y=0, align="right", fontSize=12).encode(text="says:N")
     panels = []
     for arm, rows in intervals.round(4).groupby("arm", sort=False):
         base = alt.Chart(rows).transform_calculate(verdict=verdict)
@@ -445,9 +433,10 @@ def walk(paths, unit, title, start):
         sum=f"'w = w - ' + update + ' / {1 / unit:.0f}, ' + steps + ' times'",
         result=f"'exact ' + format(datum.exact, '.4f') + ', stored ' + format(datum.stored, '.4f') + ({lost})",
     )
-    words = [now.mark_text(x=0, y=y).encode(text=text) for text, y in (("sum:N", -46), ("result:N", -26))]
+    total = now.mark_text(x=0, y=-46).encode(text="sum:N")
+    result = now.mark_text(x=0, y=-26).encode(text="result:N")
     text = f"A number line with three inputs: {title}. They choose the format, the update and the number of steps."
-    _show([has, dots, *words], inputs, title, text, offset=8, width=WIDTH, height=120)
+    _show([has, dots, total, result], inputs, title, text, offset=8, width=WIDTH, height=120)
 
 
 def schedule(took, workers, waits):
@@ -499,9 +488,9 @@ def timeline(rows, parts, inputs, title):
     middle = base.transform_calculate(start="(datum.start + datum.end) / 2")
     middle = middle.mark_text(align="center", baseline="middle", fontSize=11, color="black").encode(x, y)
     if inputs:
-        pace = "format(datum.pace, '.1f') + ' ms a step; the device works '"
-        pace += " + format(datum.length / datum.pace, '.0%') + ' of the time'"
-        words = _says(mine, pace, x=0, y=-22, fontWeight="bold")
+        says = "format(datum.pace, '.1f') + ' ms a step; the device works '"
+        says += " + format(datum.length / datum.pace, '.0%') + ' of the time'"
+        words = mine.transform_calculate(says=says).mark_text(x=0, y=-22, fontWeight="bold").encode(text="says:N")
         layers = [idle, busy.encode(strokeWidth=alt.value(1)), middle.encode(text="step:N"), words]
     else:
         edge = alt.condition(f"datum.part != '{device}'", alt.value(1), alt.value(0))
@@ -611,13 +600,8 @@ def switches(lines, runs, title, off=()):
     ink = alt.condition("datum.there", alt.value(NEUTRAL), alt.value(COLORS["becomes 0"]))
     code = base.mark_text(font="monospace", fontSize=13, baseline="middle")
     code = code.encode(y=y, x=alt.value(0), text="text:N", color=ink)
-    fills = {
-        "none": NEUTRAL,
-        "true size": COLORS["gradients"],
-        "scaled: ": "#5b2a63",
-        "too small: ": COLORS["becomes 0"],
-        "not finite": COLORS["overflows"],
-    }
+    fills = {"none": NEUTRAL, "true size": COLORS["gradients"], "scaled: ": "#5b2a63"}
+    fills |= {"too small: ": COLORS["becomes 0"], "not finite": COLORS["overflows"]}
     color = alt.Color("kind:N", scale=alt.Scale(domain=list(fills), range=list(fills.values())), legend=None)
     left = base.transform_filter("datum.left != ''")
     boxes = left.mark_rect(stroke="white").encode(y=y, x=x, x2=alt.value(WIDTH), color=color)

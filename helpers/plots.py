@@ -305,16 +305,15 @@ def ranges(table, title, x, over=None):
 
 
 @in_style
-def points(table, x, by, title, reference=None, named=""):
-    """One dot a row of `table` at column `x`, in one line for each value of column `by`, with the mean as a bar.
-    `reference` draws a vertical line, `named` so."""
+def points(table, x, by, title, reference, named):
+    """One dot a row of `table` at column `x`, in one line for each value of column `by`, with the mean as a bar,
+    and a vertical line at `reference`, `named` so."""
     axes = _axes(title, 0.9 + 0.5 * table[by].nunique())
     palette = {name: color_of(name) for name in table[by].unique()}
     sns.stripplot(table, x=x, y=by, hue=by, palette=palette, jitter=0.2, alpha=0.7, legend=False, ax=axes)
     means = table.groupby(by, sort=False)[x].mean()
     axes.scatter(means, means.index, marker="|", s=500, color=NEUTRAL, zorder=3)
-    if reference is not None:
-        _mark(axes, named, reference)
+    _mark(axes, named, reference)
     axes.set(xlabel=f"{x}; tall mark: the mean", ylabel="", ylim=(len(means) - 0.5, -0.5))
     _show(axes.figure, f"Dots and their mean: {title}. mean {x}", means)
 
