@@ -284,7 +284,8 @@ def step_times(rows, ways, title, start):
     bars = bars.mark_bar(height=30).encode(alt.X("ms:Q", title="ms a step"), y, color, order="order:Q")
     totals = rows.groupby([*names, "way"], sort=False, as_index=False).ms.sum()
     first = totals[totals.way == ways[0]].drop(columns="way")
-    ratio = totals.merge(first, on=names, suffixes=("", " of the first"))["ms of the first"] / totals.ms
+    totals = totals.merge(first, on=names, suffixes=("", " of the first"))
+    ratio = totals.pop("ms of the first") / totals.ms
     faster = ratio.map(", {:.1f} times as fast".format).mask(totals.way == ways[0], "")
     totals["says"] = totals.ms.map("{:.3g} ms".format) + faster
     ends = _chosen(totals, *names).mark_text(dx=6, baseline="middle", fontSize=13)
