@@ -62,39 +62,60 @@ def show(chart, text):
     spec = chart.to_dict() | {"$schema": "https://vega.github.io/schema/vega-lite/v5.json", "description": text}
     data, metadata = {VEGA_LITE: spec, "text/plain": text}, {VEGA_LITE: {"embed_options": EMBED}}
     if picture := _picture(spec):
-        width, height = (side // 2 for side in Image.open(io.BytesIO(picture)).size)
-        data["image/png"] = base64.b64encode(picture).decode()
-        metadata["image/png"] = {"alt": text, "width": width, "height": height}
+        data["image/png"], size = picture
+        metadata["image/png"] = {"alt": text, **size}
     display(data, metadata=metadata, raw=True)
 
 
 def _picture(spec):
-    """The chart's first state as PNG, packed tightly; None where vl-convert is not installed: it takes 84 MB."""
+    """The chart's first state as PNG, packed tightly, and its size; None where vl-convert, of 84 MB, is missing."""
     try:
         import vl_convert
     except ImportError:
         return None
-    png = vl_convert.vegalite_to_png(spec, vl_version="5.8", scale=2)
+    picture = Image.open(io.BytesIO(vl_convert.vegalite_to_png(spec, vl_version="5.8", scale=2)))
     file = io.BytesIO()
-    Image.open(io.BytesIO(png)).save(file, "PNG", optimize=True)
-    return file.getvalue()
+    picture.save(file, "PNG", optimize=True)
+    size = {"width": picture.width // 2, "height": picture.height // 2}
+    return base64.b64encode(file.getvalue()).decode(), size
 
 
-def slider(name, text, values, start):
+def _slider(name, text, values, start):
     """An input that goes through whole numbers from the first of `values` to the last."""
     binding = alt.binding_range(min=min(values), max=max(values), step=values[1] - values[0], name=text)
     return alt.param(name, value=start, bind=binding)
 
 
-def choice(name, text, options, start, labels=None):
-    """An input that offers `options`, shown as `labels`."""
-    labels = labels or list(map(str, options))
-    return alt.param(name, value=start, bind=alt.binding_radio(options=options, labels=labels, name=text))
+def _choice(name, text, options, start):
+    """An input that shows all `options`."""
+    binding = alt.binding_radio(options=options, labels=list(map(str, options)), name=text)
+    return alt.param(name, value=start, bind=binding)
 
 
 def _select(name, options, start):
     """An input that offers `options` in a list to open."""
     return alt.param(name, value=start, bind=alt.binding_select(options=options, name=f"{name} "))
+
+
+def _distinct(values):
+    """Each of `values` once, in their order."""
+    return list(dict.fromkeys(values))
+
+
+def _chosen(table, *names):
+    """The rows of `table` whose columns `names` have the values of the inputs that are called the same."""
+    return alt.Chart(table).transform_filter(" && ".join(f"datum.{name} == {name}" for name in names) or "true")
+
+
+def _colors(names):
+    """The scale that gives each of `names` its colour."""
+    return alt.Scale(domain=names, range=[color_of(name) for name in names])
+
+
+def _show(layers, inputs, title, text, offset=None, **size):
+    """Show `layers` on each other, with the inputs that move them, and their title, `offset` higher than usual."""
+    title = alt.TitleParams(title, offset=offset) if offset else title
+    show(alt.layer(*layers).add_params(*inputs).properties(title=title, **size), text)
 
 
 def fates(values, scales, title, start=0, what="gradient"):
@@ -104,67 +125,60 @@ def fates(values, scales, title, start=0, what="gradient"):
 
     Returns the shares at the first and at the last scale, as a DataFrame: what the slider shows at its ends.
     """
-    powers = np.floor(np.log2(np.abs(values[values != 0].double().numpy(force=True)))).astype(int)
-    counts = pd.Series(powers).value_counts().sort_index()
-    data = pd.DataFrame({"power": counts.index, "count": counts.to_numpy(), "share": counts.to_numpy() / len(powers)})
-    k = slider("k", "scale: 2 to the power of ", scales, start)
+    powers = np.floor(np.log2(values[values != 0].double().abs().numpy(force=True))).astype(int)
+    power, count = np.unique(powers, return_counts=True)
+    data = pd.DataFrame({"power": power, "count": count, "share": count / len(powers)})
+    k = _slider("k", "scale: 2 to the power of ", scales, start)
     names = ["becomes 0", "subnormal", "normal", "overflows"]
-    moved = (
-        alt.Chart(data)
-        .transform_calculate(at="datum.power + k")
-        .transform_calculate(
-            fate="datum.at < -25 ? 'becomes 0' : datum.at < -14 ? 'subnormal' : datum.at < 16 ? 'normal' : 'overflows'"
-        )
+    moved = alt.Chart(data).transform_calculate(
+        at="datum.power + k",
+        fate="datum.at < -25 ? 'becomes 0' : datum.at < -14 ? 'subnormal' : datum.at < 16 ? 'normal' : 'overflows'",
     )
-    domain = [int(powers.min()) + min(*scales, 0), int(powers.max()) + max(scales) + 2]
-    bars = moved.transform_calculate(middle="datum.at + 0.5")
-    bars = bars.mark_bar(size=WIDTH / (domain[1] - domain[0]) - 1).encode(
-        x=alt.X("middle:Q", title=f"log2 of the scaled {what}", scale=alt.Scale(domain=domain, nice=False)),
-        y=alt.Y("count:Q", title="how many", scale=alt.Scale(domain=[0, int(1.15 * counts.max())])),
-        color=alt.Color("fate:N", scale=alt.Scale(domain=names, range=[COLORS[name] for name in names])),
-    )
+    low, high = int(power[0]) + min(*scales, 0), int(power[-1]) + max(scales) + 2
+    x = alt.X("middle:Q", title=f"log2 of the scaled {what}", scale=alt.Scale(domain=[low, high], nice=False))
+    y = alt.Y("count:Q", title="how many", scale=alt.Scale(domain=[0, int(1.15 * max(count))]))
+    bars = moved.transform_calculate(middle="datum.at + 0.5").mark_bar(size=WIDTH / (high - low) - 1)
+    bars = bars.encode(x, y, color=alt.Color("fate:N", scale=_colors(names)))
     shares = moved.transform_calculate(
         lost="datum.at < -25 ? datum.share : 0", over="datum.at >= 16 ? datum.share : 0"
     ).transform_aggregate(lost="sum(lost)", over="sum(over)")
     says = "'scale 2^' + k + ': lost ' + format(datum.lost, '.1%') + ', overflowed ' + format(datum.over, '.1%')"
     words = shares.transform_calculate(says=says).mark_text(x=4, y=4, fontWeight="bold").encode(text="says:N")
-    chart = alt.layer(bars, words).add_params(k).properties(width=WIDTH, height=220, title=title)
-    show(chart, f"Histogram with a slider: {title}. The slider multiplies all {what}s by a power of two.")
-    ends = {f"2^{end}": (powers + end) for end in (scales[0], scales[-1])}
-    rows = {name: {"becomes 0": (at < -25).mean(), "overflows": (at >= 16).mean()} for name, at in ends.items()}
-    return pd.DataFrame.from_dict(rows, orient="index")
+    text = f"Histogram with a slider: {title}. The slider multiplies all {what}s by a power of two."
+    _show([bars, words], [k], title, text, width=WIDTH, height=220)
+    ends = [scales[0], scales[-1]]
+    at = np.add.outer(ends, powers)
+    shares = {"becomes 0": (at < -25).mean(axis=1), "overflows": (at >= 16).mean(axis=1)}
+    return pd.DataFrame(shares, [f"2^{end}" for end in ends])
 
 
 def steps(run, title, interval):
     """GradScaler stepped through a run, by a slider over the rows of `run`, with columns `step`, `scale` (before it),
     `tracker` and `next scale`; `interval` clean steps double the scale. One sentence says what the step did.
     """
-    data = run.assign(
-        log2=np.log2(run["scale"]), bad=run["next scale"] < run["scale"], up=run["next scale"] > run["scale"]
-    )
-    data["fate"] = np.where(data.bad, "overflows", "normal")
-    clean = "all gradients are finite: the step is taken, clean step " + (data.tracker + 1).astype(str)
-    clean += f" of {interval}" + np.where(data.up, ", so the scale doubles", "")
-    data["says"] = np.where(data.bad, "a gradient is not finite: the step is skipped, the scale halves", clean)
-    data["head"] = (
-        "step " + data.step.astype(str) + ": the loss is multiplied by 2^" + data.log2.astype(int).astype(str)
-    )
-    step = slider("step", "step ", list(data.step), int(data.step.iloc[-1]))
-    base = alt.Chart(data[["step", "log2", "fate", "says", "head"]])
+    bad, up = run["next scale"] < run["scale"], run["next scale"] > run["scale"]
+    data = pd.DataFrame({"step": run.step, "log2": np.log2(run.scale), "fate": np.where(bad, "overflows", "normal")})
+    taken = "all gradients are finite: the step is taken, clean step " + (run.tracker + 1).astype(str)
+    taken += f" of {interval}" + np.where(up, ", so the scale doubles", "")
+    data["says"] = np.where(bad, "a gradient is not finite: the step is skipped, the scale halves", taken)
+    data["head"] = "step " + data.step.astype(str) + ": the loss is multiplied by " + data.log2.map("2^{:.0f}".format)
+    step = _slider("step", "step ", list(data.step), int(data.step.iloc[-1]))
+    base = alt.Chart(data)
     past = base.transform_filter("datum.step <= step")
     x = alt.X("step:Q", scale=alt.Scale(domain=[-1, len(data)], nice=False))
     y = alt.Y("log2:Q", title="log2 of the scale", scale=alt.Scale(zero=False, padding=8))
     names = ["normal", "overflows"]
-    color = alt.Color("fate:N", scale=alt.Scale(domain=names, range=[COLORS[name] for name in names]), legend=None)
-    line = past.mark_line(interpolate="step-after", color=NEUTRAL, strokeWidth=2).encode(x, y)
-    ahead = base.mark_line(interpolate="step-after", color=NEUTRAL, strokeWidth=1, strokeDash=[2, 3]).encode(x, y)
+    color = alt.Color("fate:N", scale=_colors(names), legend=None)
     shape = alt.Shape("fate:N", scale=alt.Scale(domain=names, range=["circle", "triangle-down"]), legend=None)
+    line = {"interpolate": "step-after", "color": NEUTRAL}
+    ahead = base.mark_line(**line, strokeWidth=1, strokeDash=[2, 3]).encode(x, y)
+    behind = past.mark_line(**line, strokeWidth=2).encode(x, y)
     dots = past.mark_point(filled=True, size=60, opacity=1).encode(x, y, color=color, shape=shape)
-    now = alt.Chart(data[["step", "says", "head"]]).transform_filter("datum.step == step")
-    words = [now.mark_text(x=0, y=-44 + 20 * row).encode(text=name) for row, name in enumerate(("head", "says"))]
-    chart = alt.layer(ahead, line, dots, *words).add_params(step).properties(width=WIDTH, height=220)
-    chart = chart.properties(title=alt.TitleParams(title, offset=8))
-    show(chart, f"GradScaler, step by step: {title}. A slider moves the step.")
+    now = _chosen(data[["step", "says", "head"]], "step")
+    head = now.mark_text(x=0, y=-44).encode(text="head")
+    says = now.mark_text(x=0, y=-24).encode(text="says")
+    text = f"GradScaler, step by step: {title}. A slider moves the step."
+    _show([ahead, behind, dots, head, says], [step], title, text, offset=8, width=WIDTH, height=220)
 
 
 def drawn_runs(runs, title, start):
@@ -174,37 +188,39 @@ def drawn_runs(runs, title, start):
     """
     rows, curves = [], []
     for (weight, k), (losses, pictures) in runs.items():
-        name = f"{weight:g} {k}"
+        run = f"{weight:g} {k}"
         pixels = (15 * pictures.nan_to_num(1.0).clamp(0, 1)).round().int().permute(1, 0, 2).flatten().tolist()
         end = f"ends at {losses[-1]:.3f}" if np.isfinite(losses[-1]) else "is not finite"
         says = f"weight {weight:g}, scale 2^{k}: the loss {end}"
-        rows.append({"run": name, "pixels": "".join(f"{pixel:x}" for pixel in pixels), "says": says})
-        every = max(1, len(losses) // 25)
-        drawn = [(step, round(losses[step], 4)) for step in range(0, len(losses), every)]
-        curves += [(name, step, loss) for step, loss in drawn if np.isfinite(loss)]
-    width = 8 * pictures.shape[0]
-    weights, scales = (list(dict.fromkeys(pair[place] for pair in runs)) for place in (0, 1))
-    weight = choice("weight", "loss weight ", [f"{each:g}" for each in weights], f"{start[0]:g}")
-    k = slider("k", "scale: 2 to the power of ", scales, start[1])
+        rows.append({"run": run, "pixels": "".join(f"{pixel:x}" for pixel in pixels), "says": says})
+        curve = pd.DataFrame({"run": run, "step": range(len(losses)), "loss": losses})
+        curves.append(curve[:: max(1, len(losses) // 25)].round(4))
+    curves = pd.concat(curves)
+    curves = curves[np.isfinite(curves.loss)]
+    weights, scales = map(_distinct, zip(*runs))
+    weight = _choice("weight", "loss weight ", [f"{each:g}" for each in weights], f"{start[0]:g}")
+    k = _slider("k", "scale: 2 to the power of ", scales, start[1])
+    width = 8 * len(pictures)
     images = alt.LookupData(pd.DataFrame(rows), "run", ["pixels", "says"])
     chosen = alt.Chart(alt.sequence(0, 8 * width, as_="i")).transform_calculate(run="weight + ' ' + k")
     chosen = chosen.transform_lookup("run", images)
-    ink = "indexof('0123456789abcdef', substring(datum.pixels, datum.i, datum.i + 1))"
-    columns = alt.Scale(domain=list(range(width + len(pictures))))  # with a gap after each picture
-    position = {"x": alt.X("x:O", axis=None, scale=columns), "y": alt.Y("y:O", axis=None)}
+    cells = chosen.transform_calculate(
+        ink="indexof('0123456789abcdef', substring(datum.pixels, datum.i, datum.i + 1))",
+        x=f"datum.i % {width} + floor(datum.i % {width} / 8)",  # with a gap after each picture
+        y=f"floor(datum.i / {width})",
+    )
+    x = alt.X("x:O", axis=None, scale=alt.Scale(domain=list(range(width + len(pictures)))))
     grey = alt.Color("ink:Q", scale=alt.Scale(domain=[0, 15], range=["white", "black"]), legend=None)
-    x = f"datum.i % {width} + floor(datum.i % {width} / 8)"
-    cells = chosen.transform_calculate(ink=ink, x=x, y=f"floor(datum.i / {width})")
-    digits = cells.mark_rect().encode(color=grey, **position).properties(width=WIDTH, height=8 * WIDTH // width)
-    table = pd.DataFrame(curves, columns=["run", "step", "loss"])
+    digits = cells.mark_rect().encode(x, alt.Y("y:O", axis=None), color=grey)
+    digits = digits.properties(title=title, width=WIDTH, height=8 * WIDTH // width)
     x = alt.X("step:Q", title=f"step; grey: all {len(runs)} runs, many of them alike")
-    y = alt.Y("loss:Q", scale=alt.Scale(domain=[0, max(table.loss) * 1.3], nice=False))
-    all_runs = alt.Chart(table).mark_line(opacity=0.15, color=NEUTRAL).encode(x, y, detail="run:N")
-    mine = alt.Chart(table).transform_filter("datum.run == weight + ' ' + k")
+    y = alt.Y("loss:Q", scale=alt.Scale(domain=[0, max(curves.loss) * 1.3], nice=False))
+    all_runs = alt.Chart(curves).mark_line(opacity=0.15, color=NEUTRAL).encode(x, y, detail="run:N")
+    mine = alt.Chart(curves).transform_filter("datum.run == weight + ' ' + k")
     line = mine.mark_line(strokeWidth=3, color=color_of("fp16")).encode(x, y)
     words = chosen.transform_filter("datum.i == 0").mark_text(x=120, y=4, fontWeight="bold").encode(text="says:N")
     losses = alt.layer(all_runs, line, words).properties(width=WIDTH, height=160)
-    chart = alt.vconcat(digits.properties(title=title), losses).add_params(weight, k)
+    chart = alt.vconcat(digits, losses).add_params(weight, k)
     show(chart, f"Digits drawn by a trained network, with two inputs: {title}. They choose the loss weight and scale.")
 
 
@@ -218,18 +234,19 @@ def calculator(parts, states, cards, title, start):
     "activations" and "autocast's copies". `cards`: a dict of GiB that are there for the step. `start`: a dict of where
     the inputs `model`, `precision`, `batch`, `gpus` and `card` begin.
     """
-    names, weights = ["weights", "optimizer", "gradients", "autocast's copies", "activations"], parts.part == "weights"
-    held = [parts.assign(optimizer="")]
+    names = ["weights", "optimizer", "gradients", "autocast's copies", "activations"]
+    held, weights = [parts.assign(optimizer="")], parts[parts.part == "weights"]
     for optimizer, ratios in states.items():
-        more = parts.precision[weights].map(ratios) * parts.fixed[weights]
-        held.append(parts[weights].assign(part="optimizer", optimizer=optimizer, fixed=more, each=0))
+        more = weights.precision.map(ratios) * weights.fixed
+        held.append(weights.assign(part="optimizer", optimizer=optimizer, fixed=more, each=0))
     held = pd.concat(held).sort_values("part", key=lambda part: part.map(names.index), kind="stable")
-    models, precisions, moments = (list(dict.fromkeys(parts[name])) for name in ("model", "precision", "moment"))
-    options = {"model": models, "precision": precisions, "optimizer": list(states)}
-    inputs = [_select(name, some, start.get(name, some[0])) for name, some in options.items()]
-    inputs += [
-        slider("batch", "batch ", range(1, 513), start["batch"]),
-        choice("gpus", "GPUs that share (FSDP2) ", [1, 2, 8, 64], start["gpus"]),
+    moments = _distinct(parts.moment)
+    inputs = [
+        _select("model", _distinct(parts.model), start["model"]),
+        _select("precision", _distinct(parts.precision), start["precision"]),
+        _select("optimizer", list(states), next(iter(states))),
+        _slider("batch", "batch ", range(1, 513), start["batch"]),
+        _choice("gpus", "GPUs that share (FSDP2) ", [1, 2, 8, 64], start["gpus"]),
         _select("card", list(cards), start["card"]),
     ]
     chosen = "datum.model == model && datum.precision == precision"
@@ -237,22 +254,19 @@ def calculator(parts, states, cards, title, start):
     whole = json.dumps(["activations", "autocast's copies"])
     size = f"(datum.fixed + batch * datum.each) / (indexof({whole}, datum.part) < 0 ? gpus : 1)"
     base = alt.Chart(held.round(5)).transform_filter(chosen).transform_calculate(GiB=size)
-    moment = alt.Y("moment:N", sort=moments, title=None)
-    colors = alt.Scale(domain=names, range=[color_of(name) for name in names])
+    x, y = alt.X("GiB:Q", scale=alt.Scale(domainMin=0)), alt.Y("moment:N", sort=moments, title=None)
+    color = alt.Color("part:N", scale=_colors(names), sort=names, legend=alt.Legend(columns=4))
     bars = base.transform_calculate(order=f"indexof({json.dumps(names)}, datum.part)").mark_bar(height=34)
-    color = alt.Color("part:N", scale=colors, sort=names, legend=alt.Legend(columns=4))
-    bars = bars.encode(alt.X("GiB:Q", scale=alt.Scale(domainMin=0)), moment, color, order="order:Q")
-    room = f"({json.dumps(cards)})[card]"
+    bars = bars.encode(x, y, color, order="order:Q")
     peak = base.transform_aggregate(total="sum(GiB)", groupby=["moment"]).transform_aggregate(peak="max(total)")
-    peak = peak.transform_calculate(room=room)
+    peak = peak.transform_calculate(room=f"({json.dumps(cards)})[card]")
+    room = alt.X("room:Q", title="GiB a GPU; dashed: there for the step")
+    limit = peak.mark_rule(strokeDash=[6, 3], strokeWidth=2).encode(room)
     says = "'batch ' + batch + ', ' + card + ': ' + format(datum.peak, ',.1f') + ' of ' + datum.room + ' GiB, '"
     says += " + (datum.peak > datum.room ? 'too much' : 'it fits')"
     words = peak.transform_calculate(says=says).mark_text(x=0, y=-18, fontSize=13).encode(text="says:N")
-    limit = alt.X("room:Q", title="GiB a GPU; dashed: there for the step")
-    rule = peak.mark_rule(strokeDash=[6, 3], strokeWidth=2).encode(limit)
-    chart = alt.layer(bars, rule, words).add_params(*inputs).properties(width=WIDTH - 110, height=46 * len(moments))
-    chart = chart.properties(title=alt.TitleParams(title, offset=24))
-    show(chart, f"Bars of memory with six inputs: {title}. Model, precision, optimizer, batch, GPUs and card.")
+    text = f"Bars of memory with six inputs: {title}. Model, precision, optimizer, batch, GPUs and card."
+    _show([bars, limit, words], inputs, title, text, offset=24, width=WIDTH - 110, height=46 * len(moments))
 
 
 def step_times(rows, ways, title, start):
@@ -261,27 +275,23 @@ def step_times(rows, ways, title, start):
     `rows`: a DataFrame with columns `network`, `card`, `batch`, `way`, `kind` (of op, or "idle") and `ms`. `ways` are
     named from top to bottom; the first is what the others are compared with. `start`: where the inputs begin.
     """
-    options = {name: list(dict.fromkeys(rows[name])) for name in ("network", "card", "batch", "kind")}
-    kinds = options.pop("kind")
-    inputs = [_select(name, some, start[name]) for name, some in options.items()]
-    filtered = " && ".join(f"datum.{name} == {name}" for name in options)
-    base = alt.Chart(rows.round(3)).transform_filter(filtered)
+    names, kinds = ["network", "card", "batch"], _distinct(rows.kind)
+    inputs = [_select(name, _distinct(rows[name]), start[name]) for name in names]
     shades = ["#4f6d8f", "#8fa9c4", "#c4c4c4", "#eba79e"]  # the last as in `timeline`
     color = alt.Color("kind:N", scale=alt.Scale(domain=kinds, range=shades[-len(kinds) :]), sort=kinds)
     y = alt.Y("way:N", title=None, scale=alt.Scale(domain=ways))
-    bars = base.transform_calculate(order=f"indexof({json.dumps(kinds)}, datum.kind)").mark_bar(height=30)
-    bars = bars.encode(alt.X("ms:Q", title="ms a step"), y, color, order="order:Q")
-    totals = rows.groupby([*options, "way"], sort=False).ms.sum().rename("ms").reset_index()
+    bars = _chosen(rows.round(3), *names).transform_calculate(order=f"indexof({json.dumps(kinds)}, datum.kind)")
+    bars = bars.mark_bar(height=30).encode(alt.X("ms:Q", title="ms a step"), y, color, order="order:Q")
+    totals = rows.groupby([*names, "way"], sort=False, as_index=False).ms.sum()
     first = totals[totals.way == ways[0]].drop(columns="way")
-    totals = totals.merge(first, on=list(options), suffixes=("", " of the first"))
-    says = [
-        f"{ms:.3g} ms, {first / ms:.1f} times as fast" for ms, first in zip(totals.ms, totals.pop("ms of the first"))
-    ]
-    totals["says"] = np.where(totals.way == ways[0], [words.partition(",")[0] for words in says], says)
-    ends = alt.Chart(totals).transform_filter(filtered).mark_text(dx=6, baseline="middle", fontSize=13)
-    chart = alt.layer(bars, ends.encode(alt.X("ms:Q"), y, text="says:N")).add_params(*inputs)
-    chart = chart.properties(width=WIDTH - 180, height=40 * len(ways), title=title)
-    show(chart, f"Bars of time with three inputs: {title}. Network, card and batch.")
+    totals = totals.merge(first, on=names, suffixes=("", " of the first"))
+    ratio = totals.pop("ms of the first") / totals.ms
+    faster = ratio.map(", {:.1f} times as fast".format).mask(totals.way == ways[0], "")
+    totals["says"] = totals.ms.map("{:.3g} ms".format) + faster
+    ends = _chosen(totals, *names).mark_text(dx=6, baseline="middle", fontSize=13)
+    ends = ends.encode(alt.X("ms:Q"), y, text="says:N")
+    text = f"Bars of time with three inputs: {title}. Network, card and batch."
+    _show([bars, ends], inputs, title, text, width=WIDTH - 180, height=40 * len(ways))
 
 
 def verdicts(intervals, title, margins, start):
@@ -290,26 +300,24 @@ def verdicts(intervals, title, margins, start):
     `intervals`: a DataFrame with columns `arm`, `seeds`, `value`, `low` and `high`. `margins`: the slider's values, in
     percent more errors.
     """
-    margin = slider("margin", "margin: so many percent more errors ", margins, start)
-    names = ["not worse", "undecided", "worse"]
-    colors = alt.Scale(domain=names, range=[color_of(name) for name in names])
+    margin = _slider("margin", "margin: so many percent more errors ", margins, start)
+    verdict = "datum.high < 1 + margin / 100 ? 'not worse' : datum.low > 1 + margin / 100 ? 'worse' : 'undecided'"
+    color = alt.Color("verdict:N", scale=_colors(["not worse", "undecided", "worse"]))
+    y = alt.Y("low:Q", title="errors, FP32 = 1, 90% interval", scale=alt.Scale(zero=False))
+    width = WIDTH // 2 - 40
     limit = alt.Chart(pd.DataFrame({"one": [1]})).transform_calculate(limit="1 + margin / 100")
     line = limit.mark_rule(strokeDash=[6, 3]).encode(y="limit:Q")
     words = limit.transform_calculate(says="'dashed: margin ' + margin + '%'")
-    words = words.mark_text(x=WIDTH // 2 - 40, y=0, align="right", fontSize=12).encode(text="says:N")
+    words = words.mark_text(x=width, y=0, align="right", fontSize=12).encode(text="says:N")
     panels = []
     for arm, rows in intervals.round(4).groupby("arm", sort=False):
-        base = alt.Chart(rows).transform_calculate(
-            verdict="datum.high < 1 + margin / 100 ? 'not worse' : datum.low > 1 + margin / 100 ? 'worse' : 'undecided'"
-        )
+        base = alt.Chart(rows).transform_calculate(verdict=verdict)
         scale = alt.Scale(domain=[0, int(rows.seeds.max()) + 2], nice=False)  # room for the last interval
         x = alt.X("seeds:Q", title="seeds in each arm", scale=scale)
-        y = alt.Y("low:Q", title="errors, FP32 = 1, 90% interval", scale=alt.Scale(zero=False))
-        bands = base.mark_rule(strokeWidth=6).encode(x, y, y2="high:Q", color=alt.Color("verdict:N", scale=colors))
+        bands = base.mark_rule(strokeWidth=6).encode(x, y, y2="high:Q", color=color)
         dots = base.mark_point(filled=True, color="black", size=18, opacity=1).encode(x, y="value:Q")
-        panel = alt.layer(bands, dots, line, words)
         name = alt.TitleParams(arm, fontWeight="normal")
-        panels.append(panel.properties(title=name, width=WIDTH // 2 - 40, height=200))
+        panels.append(alt.layer(bands, dots, line, words).properties(title=name, width=width, height=200))
     chart = alt.hconcat(*panels).resolve_scale(y="shared").add_params(margin)
     chart = chart.properties(title=alt.TitleParams(title, offset=12))
     show(chart, f"Intervals by the number of seeds, with a slider: {title}. The slider moves the margin.")
@@ -329,29 +337,25 @@ def step_graph(dtypes, title, start):
     nodes = nodes.melt(["tensor", "name", "x", "y"], var_name="way", value_name="dtype")
     turns = np.select([y[1:] > y[:-1], x[1:] > x[:-1]], ["triangle-down", "triangle-right"], "triangle-left")
     arrows = pd.DataFrame({"x": (x[1:] + x[:-1]) / 2, "y": (y[1:] + y[:-1]) / 2, "shape": turns})
-    way = choice("way", "the step ", list(dtypes), start)
-    used = sorted(set(nodes.dtype))
-    at_x = alt.X("left:Q", axis=None, scale=alt.Scale(domain=[-0.5, 2.5]))
-    at_y = alt.Y("top:Q", axis=None, scale=alt.Scale(domain=[-0.5, int(y.max()) + 0.5], reverse=True))
-    here = {"x": at_x, "y": at_y}
-    heads = alt.Chart(arrows).transform_calculate(left="datum.x", top="datum.y")
-    heads = heads.mark_point(filled=True, size=160, color=NEUTRAL, opacity=1).encode(
-        shape=alt.Shape("shape:N", scale=None), **here
-    )
-    base = alt.Chart(nodes).transform_filter("datum.way == way")
+    way = _choice("way", "the step ", list(dtypes), start)
+    rows = int(y.max()) + 1
+    left = alt.X("left:Q", axis=None, scale=alt.Scale(domain=[-0.5, 2.5]))
+    top = alt.Y("top:Q", axis=None, scale=alt.Scale(domain=[-0.5, rows - 0.5], reverse=True))
+    middle = {"left": "datum.x", "top": "datum.y"}
     corners = {"left": "datum.x - 0.42", "right": "datum.x + 0.42", "top": "datum.y - 0.38", "bottom": "datum.y + 0.38"}
-    colors = alt.Scale(domain=used, range=[color_of(name) for name in used])
+    heads = alt.Chart(arrows).transform_calculate(**middle)
+    heads = heads.mark_point(filled=True, size=160, color=NEUTRAL, opacity=1)
+    heads = heads.encode(left, top, shape=alt.Shape("shape:N", scale=None))
+    base = _chosen(nodes, "way")
+    color = alt.Color("dtype:N", scale=_colors(sorted(set(nodes.dtype))), legend=None)
     boxes = base.transform_calculate(**corners).mark_rect(cornerRadius=6)
-    boxes = boxes.encode(x2="right", y2="bottom", color=alt.Color("dtype:N", scale=colors, legend=None), **here)
-    middle = base.transform_calculate(left="datum.x", top="datum.y")
+    boxes = boxes.encode(left, top, x2="right", y2="bottom", color=color)
+    inside = base.transform_calculate(**middle)
     words = {"align": "center", "color": "white", "fontSize": 17}
-    names = middle.mark_text(dy=-30, **words).encode(text="name:N", **here)
-    types = middle.mark_text(dy=12, fontWeight="bold", **words).encode(text="dtype:N", **here)
-    chart = alt.layer(heads, boxes, names, types).add_params(way)
-    show(
-        chart.properties(width=WIDTH, height=100 * (int(y.max()) + 1), title=title),
-        f"The tensors of a training step, coloured by dtype: {title}. An input chooses how the step is taken.",
-    )
+    names = inside.mark_text(dy=-30, **words).encode(left, top, text="name:N")
+    types = inside.mark_text(dy=12, fontWeight="bold", **words).encode(left, top, text="dtype:N")
+    text = f"The tensors of a training step, coloured by dtype: {title}. An input chooses how the step is taken."
+    _show([heads, boxes, names, types], [way], title, text, width=WIDTH, height=100 * rows)
 
 
 def cast_map(traces, title):
@@ -371,22 +375,21 @@ def cast_map(traces, title):
     ops["cast"] = ops.casts.str.extract(r"activation \w+ -> (\w+)")[0]
     ops["name"] = ops.op.str.extract(r"::(?:native_|_scaled_dot_product_\w+_)?(\w+)")[0]
     ops.loc[ops.groupby("network").place.transform("max") > 11, "name"] = ""  # no room
-    network = choice("network", "network ", list(traces), next(iter(traces)))
-    used = sorted(set(ops.dtype), reverse=True)
-    colors = alt.Scale(domain=used, range=[color_of(name) for name in used])
-    shapes = alt.Scale(domain=["float16", "bfloat16", "float32"], range=["triangle-down"] * 2 + ["triangle-up"])
+    network = _choice("network", "network ", list(traces), next(iter(traces)))
     at = {"y": alt.Y("part:N", title=None, sort=alt.EncodingSortField("order", op="min"))}
     at["x"] = alt.X("place:Q", title="ops, in the order of running", axis=alt.Axis(labels=False, ticks=False))
-    base = alt.Chart(ops).transform_filter("datum.network == network").encode(**at, tooltip=list(ops)[:4])
+    base = _chosen(ops, "network").encode(**at, tooltip=list(ops)[:4])
+    color = alt.Color("dtype:N", scale=_colors(sorted(set(ops.dtype), reverse=True)))
     boxes = base.transform_calculate(end="datum.place + 0.96").mark_bar()
-    boxes = boxes.encode(x2="end:Q", size=alt.Size("thick:Q", scale=None), color=alt.Color("dtype:N", scale=colors))
+    boxes = boxes.encode(x2="end:Q", size=alt.Size("thick:Q", scale=None), color=color)
     names = base.transform_calculate(middle="datum.place + 0.48")
     names = names.mark_text(align="center", baseline="middle", color="white", fontSize=9, fontWeight="bold")
+    names = names.encode(x="middle:Q", text="name:N")
+    shapes = alt.Scale(domain=["float16", "bfloat16", "float32"], range=["triangle-down"] * 2 + ["triangle-up"])
     casts = base.transform_filter("isValid(datum.cast)").mark_point(filled=True, size=50, color="black", opacity=1)
     casts = casts.encode(shape=alt.Shape("cast:N", scale=shapes, legend=None))
-    chart = alt.layer(boxes, names.encode(x="middle:Q", text="name:N"), casts).add_params(network)
-    chart = chart.properties(width=WIDTH - 60, height=alt.Step(22), title=title)
-    show(chart, f"The ops of networks, coloured by dtype, with an input: {title}. It chooses the network.")
+    text = f"The ops of networks, coloured by dtype, with an input: {title}. It chooses the network."
+    _show([boxes, names, casts], [network], title, text, width=WIDTH - 60, height=alt.Step(22))
 
 
 def walk(paths, unit, title, start):
@@ -396,48 +399,45 @@ def walk(paths, unit, title, start):
     `paths` maps `(format, update)` to the numbers stored after 0, 1, 2 ... steps; an update is an integer, so many
     times `unit`. `start` is the update to begin with.
     """
-    formats, updates = (list(dict.fromkeys(pair[place] for pair in paths)) for place in (0, 1))
+    formats, updates = map(_distinct, zip(*paths))
     first = paths[formats[0], updates[0]]
-    low = first[0] - 2 * len(first) * unit * updates[-1]
-    rows = [{"key": f"{name} {update}", "path": path} for (name, update), path in paths.items()]
+    begin, count = first[0], len(first)
+    low = begin - 2 * count * unit * updates[-1]
     spacings = {name: FORMATS[name].spacing(low) for name in formats}
-    ticks = [(name, np.arange(np.ceil(low / each), first[0] / each + 2) * each) for name, each in spacings.items()]
+    ticks = [(name, np.arange(np.ceil(low / each), begin / each + 2) * each) for name, each in spacings.items()]
     ticks = pd.DataFrame(ticks, columns=["format", "number"]).explode("number").astype({"number": float})
-    chosen = choice("format", "format ", formats, formats[0])
-    update = slider("update", f"update, in 1/{1 / unit:,.0f} ", updates, start)
-    steps = slider("steps", "steps ", range(len(first)), len(first) - 1)
+    inputs = [
+        _choice("format", "format ", formats, formats[0]),
+        _slider("update", f"update, in 1/{1 / unit:,.0f} ", updates, start),
+        _slider("steps", "steps ", range(count), count - 1),
+    ]
     lane = alt.Y("lane:N", title=None, sort=["exact", "stored"])
     # The line is as long as the steps ask for: small updates are seen from near.
-    ends = {"domainMin": alt.expr(f"{first[0]} - {2 * len(first)} * update * {unit}")}
-    ends["domainMax"] = alt.expr(f"{first[0]} + 2 * update * {unit}")
+    ends = {"domainMin": alt.expr(f"{begin} - {2 * count} * update * {unit}")}
+    ends["domainMax"] = alt.expr(f"{begin} + 2 * update * {unit}")
     scale = alt.Scale(nice=False, zero=False, **ends)
     x = alt.X("number:Q", title="weight", scale=scale, axis=alt.Axis(tickCount=6, format=".4f"))
-    color = alt.Color(
-        "format:N", scale=alt.Scale(domain=formats, range=[color_of(name) for name in formats]), legend=None
-    )
-    has = alt.Chart(ticks).transform_filter("datum.format == format").transform_calculate(lane="'stored'")
+    color = alt.Color("format:N", scale=_colors(formats), legend=None)
+    has = _chosen(ticks, "format").transform_calculate(lane="'stored'")
     has = has.mark_tick(size=34, thickness=1, clip=True).encode(x, lane, color=color)
-    base = alt.Chart(alt.sequence(0, len(first), as_="step")).transform_filter("datum.step <= steps")
+    rows = [{"key": f"{name} {update}", "path": path} for (name, update), path in paths.items()]
+    base = alt.Chart(alt.sequence(0, count, as_="step")).transform_filter("datum.step <= steps")
     base = base.transform_calculate(key="format + ' ' + update", format="format")
     base = base.transform_lookup("key", alt.LookupData(pd.DataFrame(rows), "key", ["path"]))
-    base = base.transform_calculate(exact=f"{first[0]} - datum.step * update * {unit}", stored="datum.path[datum.step]")
-    dots = base.transform_fold(["exact", "stored"], as_=["lane", "number"])
+    base = base.transform_calculate(exact=f"{begin} - datum.step * update * {unit}", stored="datum.path[datum.step]")
     fade = alt.condition("datum.step == steps", alt.value(1), alt.value(0.4))
     shape = alt.Shape("lane:N", scale=alt.Scale(range=["diamond", "circle"]), legend=None)
+    dots = base.transform_fold(["exact", "stored"], as_=["lane", "number"])
     dots = dots.mark_point(filled=True, size=110, clip=True).encode(x, lane, color=color, shape=shape, opacity=fade)
-    now = base.transform_filter("datum.step == steps")
-    lost = f"datum.stored == {first[0]} && datum.exact < {first[0]} ? ': every update is lost' : ''"
-    says = {
-        "sum": f"'w = w - ' + update + ' / {1 / unit:.0f}, ' + steps + ' times'",
-        "result": f"'exact ' + format(datum.exact, '.4f') + ', stored ' + format(datum.stored, '.4f') + ({lost})",
-    }
-    now = now.transform_calculate(**says)
-    words = [now.mark_text(x=0, y=-46 + 20 * row).encode(text=f"{name}:N") for row, name in enumerate(says)]
-    chart = alt.layer(has, dots, *words).add_params(chosen, update, steps).properties(width=WIDTH, height=120)
-    chart = chart.properties(title=alt.TitleParams(title, offset=8))
-    show(
-        chart, f"A number line with three inputs: {title}. They choose the format, the update and the number of steps."
+    lost = f"datum.stored == {begin} && datum.exact < {begin} ? ': every update is lost' : ''"
+    now = base.transform_filter("datum.step == steps").transform_calculate(
+        sum=f"'w = w - ' + update + ' / {1 / unit:.0f}, ' + steps + ' times'",
+        result=f"'exact ' + format(datum.exact, '.4f') + ', stored ' + format(datum.stored, '.4f') + ({lost})",
     )
+    total = now.mark_text(x=0, y=-46).encode(text="sum:N")
+    result = now.mark_text(x=0, y=-26).encode(text="result:N")
+    text = f"A number line with three inputs: {title}. They choose the format, the update and the number of steps."
+    _show([has, dots, total, result], inputs, title, text, offset=8, width=WIDTH, height=120)
 
 
 def schedule(took, workers, waits):
@@ -468,35 +468,37 @@ def timeline(rows, parts, inputs, title):
     the device: where it is idle, its line is light red. Without inputs `name` says what each time is: written on the
     first kind of work, shown where one points.
     """
-    work, device = list(dict.fromkeys(rows.work)), parts[-1]
-    chosen = [choice(name, text, list(dict.fromkeys(rows[name])), rows[name].iloc[0]) for name, text in inputs.items()]
+    work, device = _distinct(rows.work), parts[-1]
+    chosen = [_choice(name, text, _distinct(rows[name]), rows[name].iloc[0]) for name, text in inputs.items()]
     rows = rows.assign(length=rows.end - rows.start).round(3)
     if not inputs:
         room = (rows.work == work[0]) & (rows.length > 0.05 * rows.end.max())
         rows["says"] = rows.name.where(room, "")
-    base = alt.Chart(rows).transform_filter(" && ".join(f"datum.{name} == {name}" for name in inputs) or "true")
-    x = alt.X("start:Q", title="ms", scale=alt.Scale(domain=[0, float(rows.end.max())], nice=False))
-    y = alt.Y("part:N", title=None, scale=alt.Scale(domain=parts))
+    base = _chosen(rows, *inputs)
     # Light enough for dark digits; the last work is the device's.
     shades = [*["#9a9a9a", "#c4c4c4"][: len(work) - 1], COLORS["normal"], "#eba79e"]
     color = alt.Color("work:N", scale=alt.Scale(domain=[*work, "idle"], range=shades))
+    x = alt.X("start:Q", title="ms", scale=alt.Scale(domain=[0, float(rows.end.max())], nice=False))
+    y = alt.Y("part:N", title=None, scale=alt.Scale(domain=parts))
     mine = base.transform_filter(f"datum.part == '{device}'")
     mine = mine.transform_aggregate(end="max(end)", first="min(end)", steps="count()", length="mean(length)")
     mine = mine.transform_calculate(start="0", part=f"'{device}'", work="'idle'")
     mine = mine.transform_calculate(pace="(datum.end - datum.first) / (datum.steps - 1)")
     idle = mine.mark_bar().encode(x, y, x2="end:Q", color=color)
-    edge = alt.value(1) if inputs else alt.condition(f"datum.part != '{device}'", alt.value(1), alt.value(0))
-    bars = base.mark_bar(stroke="white").encode(x, y, x2="end:Q", color=color, strokeWidth=edge)
-    bars = bars if inputs else bars.encode(tooltip=["name:N", "length:Q"])
+    busy = base.mark_bar(stroke="white").encode(x, y, x2="end:Q", color=color)
     middle = base.transform_calculate(start="(datum.start + datum.end) / 2")
-    numbers = middle.mark_text(align="center", baseline="middle", fontSize=11, color="black")
-    numbers = numbers.encode(x, y, text="step:N" if inputs else "says:N")
-    pace = "format(datum.pace, '.1f') + ' ms a step; the device works '"
-    mine = mine.transform_calculate(says=f"{pace} + format(datum.length / datum.pace, '.0%') + ' of the time'")
-    words = [mine.mark_text(x=0, y=-22, fontWeight="bold").encode(text="says:N")] if inputs else []
-    chart = alt.layer(idle, bars, numbers, *words).add_params(*chosen)
-    chart = chart.properties(width=WIDTH, height=36 * len(parts), title=alt.TitleParams(title, offset=8))
-    show(chart, f"When each part of the machine works, with {len(inputs)} inputs: {title}.")
+    middle = middle.mark_text(align="center", baseline="middle", fontSize=11, color="black").encode(x, y)
+    if inputs:
+        says = "format(datum.pace, '.1f') + ' ms a step; the device works '"
+        says += " + format(datum.length / datum.pace, '.0%') + ' of the time'"
+        words = mine.transform_calculate(says=says).mark_text(x=0, y=-22, fontWeight="bold").encode(text="says:N")
+        layers = [idle, busy.encode(strokeWidth=alt.value(1)), middle.encode(text="step:N"), words]
+    else:
+        edge = alt.condition(f"datum.part != '{device}'", alt.value(1), alt.value(0))
+        busy = busy.encode(strokeWidth=edge, tooltip=["name:N", "length:Q"])
+        layers = [idle, busy, middle.encode(text="says:N")]
+    text = f"When each part of the machine works, with {len(inputs)} inputs: {title}."
+    _show(layers, chosen, title, text, offset=8, width=WIDTH, height=36 * len(parts))
 
 
 def pointers(stored, exact, title, start):
@@ -505,44 +507,40 @@ def pointers(stored, exact, title, start):
     `stored` maps `(format, position)` to angles in radians, one a dial (not finite: no pointer); `exact` maps
     `position` to what they should be. Positions are 2^k - 1, in order. `start` is the first pair.
     """
-    formats, positions = (list(dict.fromkeys(pair[place] for pair in stored)) for place in (0, 1))
-    powers = [position.bit_length() for position in positions]
-    rows = []
-    for (name, position), angles in stored.items():
-        for dial, (angle, right) in enumerate(zip(angles, exact[position])):
-            row = {"format": name, "k": position.bit_length(), "dial": dial, "says": "none"}
-            row |= {"right x": dial + 0.42 * np.cos(right), "right y": 0.42 * np.sin(right)}
-            if np.isfinite(angle):
-                away = abs((np.degrees(angle - right) + 180) % 360 - 180)
-                row |= {
-                    "x": dial + 0.42 * np.cos(angle),
-                    "y": 0.42 * np.sin(angle),
-                    "says": f"{away:.0f}\N{DEGREE SIGN}",
-                }
-            rows.append(row)
-    dials = len(angles)
-    chosen = choice("format", "format ", formats, start[0])
-    k = slider("k", "position: 2 to the power of k, minus 1; k = ", powers, start[1].bit_length())
-    table = pd.DataFrame(rows).round(3)
-    base = alt.Chart(table).transform_filter("datum.format == format && datum.k == k")
-    base = base.transform_calculate(zero="0")
+    formats, positions = map(_distinct, zip(*stored))
+    dials = len(exact[positions[0]])
+    rows = [
+        (name, position.bit_length(), dial, angle, right)
+        for (name, position), angles in stored.items()
+        for dial, (angle, right) in enumerate(zip(angles, exact[position]))
+    ]
+    table = pd.DataFrame(rows, columns=["format", "k", "dial", "angle", "right"])
+    right, angle = table.pop("right"), table.pop("angle")
+    angle = angle.where(np.isfinite(angle))
+    away = ((np.degrees(angle - right) + 180) % 360 - 180).abs()
+    table["says"] = away.map("{:.0f}\N{DEGREE SIGN}".format).where(angle.notna(), "none")
+    table["right x"], table["right y"] = table.dial + 0.42 * np.cos(right), 0.42 * np.sin(right)
+    table["x"], table["y"] = table.dial + 0.42 * np.cos(angle), 0.42 * np.sin(angle)
+    inputs = [
+        _choice("format", "format ", formats, start[0]),
+        _slider("k", "position: 2 to the power of k, minus 1; k = ", sorted(set(table.k)), start[1].bit_length()),
+    ]
+    base = _chosen(table.round(3), "format", "k").transform_calculate(zero="0")
     x = alt.X("dial:Q", axis=None, scale=alt.Scale(domain=[-0.5, dials - 0.5], nice=False))
     y = alt.Y("zero:Q", axis=None, scale=alt.Scale(domain=[-0.5, 0.5], nice=False))
     radius = 0.42 * WIDTH / dials
     faces = base.mark_point(size=np.pi * radius**2, color=NEUTRAL, opacity=0.4, strokeWidth=1).encode(x, y)
     should = base.mark_rule(color=NEUTRAL, strokeWidth=5, opacity=0.5).encode(x, y, x2="right x:Q", y2="right y:Q")
-    colors = alt.Scale(domain=formats, range=[color_of(name) for name in formats])
-    color = alt.Color("format:N", scale=colors, legend=None)
+    color = alt.Color("format:N", scale=_colors(formats), legend=None)
     does = base.transform_filter("isValid(datum.x)").mark_rule(strokeWidth=2)
     does = does.encode(x, y, x2="x:Q", y2="y:Q", color=color)
-    says = base.mark_text(dy=radius + 6, align="center", fontSize=13).encode(x, y, text="says:N")
-    first = base.transform_filter("datum.dial == 0").transform_calculate(
-        head="'position ' + format(pow(2, datum.k) - 1, ',') + ' in ' + datum.format + ': degrees away from exact'"
-    )
+    degrees = base.mark_text(dy=radius + 6, align="center", fontSize=13).encode(x, y, text="says:N")
+    head = "'position ' + format(pow(2, datum.k) - 1, ',') + ' in ' + datum.format + ': degrees away from exact'"
+    first = base.transform_filter("datum.dial == 0").transform_calculate(head=head)
     words = first.mark_text(x=0, y=-24).encode(text="head:N")
-    chart = alt.layer(faces, should, does, says, words).add_params(chosen, k)
-    chart = chart.properties(width=WIDTH, height=WIDTH // dials, title=alt.TitleParams(title, offset=12))
-    show(chart, f"{dials} dials with two inputs: {title}. They choose the format and the position.")
+    text = f"{dials} dials with two inputs: {title}. They choose the format and the position."
+    layers = [faces, should, does, degrees, words]
+    _show(layers, inputs, title, text, offset=12, width=WIDTH, height=WIDTH // dials)
 
 
 def ring(held, title):
@@ -561,21 +559,20 @@ def ring(held, title):
             frame = 3 if step and bits != held[step - 1][process, part] else 0
             place = {"process": f"process {process}", "part": f"part {part}"}
             rows.append({"step": step, **place, "sum": " + ".join(whose), "has": has, "frame": frame, "says": says})
-    names, fills = ["its own numbers", "a part of the sum", "all"], ["#dcdcdc", "#dcbfe0", "#a6d6ae"]
-    step = slider("step", "step ", range(len(held)), 2)
-    base = alt.Chart(pd.DataFrame(rows)).transform_filter("datum.step == step")
+    step = _slider("step", "step ", range(len(held)), 2)
+    base = _chosen(pd.DataFrame(rows), "step")
     bare = {"title": None, "scale": alt.Scale(padding=0.1)}
     x = alt.X("part:N", axis=alt.Axis(orient="top", labelAngle=0, ticks=False, domain=False), **bare)
     y = alt.Y("process:N", axis=alt.Axis(ticks=False, domain=False), **bare)
-    color = alt.Color("has:N", scale=alt.Scale(domain=names, range=fills))
+    fills = {"its own numbers": "#dcdcdc", "a part of the sum": "#dcbfe0", "all": "#a6d6ae"}
+    color = alt.Color("has:N", scale=alt.Scale(domain=list(fills), range=list(fills.values())))
     frame = alt.StrokeWidth("frame:Q", scale=None)
     boxes = base.mark_rect(stroke="#333333").encode(x, y, color=color, strokeWidth=frame)
     sums = base.mark_text(align="center", baseline="middle", color="black").encode(x, y, text="sum:N")
     first = base.transform_filter("datum.process == 'process 0' && datum.part == 'part 0'")
     words = first.mark_text(x=0, y=-44, fontWeight="bold").encode(text="says:N")
-    chart = alt.layer(boxes, sums, words).add_params(step).properties(width=WIDTH - 80, height=44 * world)
-    chart = chart.properties(title=alt.TitleParams(title, offset=24))
-    show(chart, f"What {world} processes have of {world} parts, with a slider: {title}. The slider moves the step.")
+    text = f"What {world} processes have of {world} parts, with a slider: {title}. The slider moves the step."
+    _show([boxes, sums, words], [step], title, text, offset=24, width=WIDTH - 80, height=44 * world)
 
 
 def switches(lines, runs, title, off=()):
@@ -587,15 +584,19 @@ def switches(lines, runs, title, off=()):
     """
     names = [f"line{'abcdefghijklm'[row]}" for row in range(len(lines))]
     inputs = [
-        alt.param(name, value=row not in off, bind=alt.binding_checkbox(name=pair[0]))
-        for row, (name, pair) in enumerate(zip(names, lines))
+        alt.param(name, value=row not in off, bind=alt.binding_checkbox(name=line))
+        for row, (name, (line, _)) in enumerate(zip(names, lines))
     ]
     rows = pd.DataFrame([{"row": row, "on": on, "off": off or f"# {on}"} for row, (on, off) in enumerate(lines)])
     ends = [{"key": "".join(map(str, on)), "left": [*map(_size, sizes)], "says": s} for on, (sizes, s) in runs.items()]
     base = alt.Chart(rows).transform_calculate(key=" + ".join(["''", *(f"({name} ? 1 : 0)" for name in names)]))
     base = base.transform_lookup("key", alt.LookupData(pd.DataFrame(ends), "key", ["left", "says"]))
-    base = base.transform_calculate(there="datum.key[datum.row] == '1'", left="datum.left[datum.row] || ''")
-    base = base.transform_calculate(text="datum.there ? datum.on : datum.off", kind="split(datum.left, '2^')[0]")
+    base = base.transform_calculate(
+        there="datum.key[datum.row] == '1'",
+        left="datum.left[datum.row] || ''",
+        text="datum.there ? datum.on : datum.off",
+        kind="split(datum.left, '2^')[0]",
+    )
     y, x = alt.Y("row:O", axis=None), alt.value(WIDTH - 170)
     ink = alt.condition("datum.there", alt.value(NEUTRAL), alt.value(COLORS["becomes 0"]))
     code = base.mark_text(font="monospace", fontSize=13, baseline="middle")
@@ -605,13 +606,12 @@ def switches(lines, runs, title, off=()):
     color = alt.Color("kind:N", scale=alt.Scale(domain=list(fills), range=list(fills.values())), legend=None)
     left = base.transform_filter("datum.left != ''")
     boxes = left.mark_rect(stroke="white").encode(y=y, x=x, x2=alt.value(WIDTH), color=color)
-    sizes = left.mark_text(dx=8, color="white", fontWeight="bold", fontSize=14, baseline="middle").encode(
-        y=y, x=x, text="left:N"
-    )
-    first = base.transform_filter("datum.row == 0").mark_text(x=0, y=-20, fontWeight="bold", fontSize=13)
-    chart = alt.layer(code, boxes, sizes, first.encode(text="says:N")).add_params(*inputs)
-    chart = chart.properties(width=WIDTH, height=34 * len(lines), title=alt.TitleParams(title, offset=24))
-    show(chart, f"A loop with a switch for each of its {len(lines)} lines: {title}. Beside each line the gradients.")
+    sizes = left.mark_text(dx=8, color="white", fontWeight="bold", fontSize=14, baseline="middle")
+    sizes = sizes.encode(y=y, x=x, text="left:N")
+    first = base.transform_filter("datum.row == 0")
+    words = first.mark_text(x=0, y=-20, fontWeight="bold", fontSize=13).encode(text="says:N")
+    text = f"A loop with a switch for each of its {len(lines)} lines: {title}. Beside each line the gradients."
+    _show([code, boxes, sizes, words], inputs, title, text, offset=24, width=WIDTH, height=34 * len(lines))
 
 
 def _size(size):

@@ -44,7 +44,6 @@ NAMES = {"tf32": "tf32", "bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "fl
 NAMES |= {"fp32": "fp32", "float32": "fp32", "fp8": "fp8", "e4m3": "fp8", "e5m2": "fp8", "fp4": "fp4", "e2m1": "fp4"}
 NAMES |= {name: name for name in COLORS} | {"momentum": "optimizer", "not worse": "normal", "worse": "becomes 0"}
 NEUTRAL = "#767676"  # all else, and text; an arm that has decided nothing
-HATCHES = ["", "//", "..", "xx", "--"]
 in_style = plt.rc_context(  # around each function that draws
     {
         "axes.edgecolor": NEUTRAL,
@@ -80,9 +79,9 @@ def _colors(names):
     return [color if color != NEUTRAL else next(shades) for color in map(color_of, names)]
 
 
-def _axes(title, width=7.0, height=3.0):
-    _, axes = plt.subplots(figsize=(width, height), layout="constrained")
-    axes.figure.suptitle(textwrap.fill(title, round(9.5 * width)), x=0.01, ha="left")  # from the figure's left edge
+def _axes(title, height=3.0, **grid):
+    figure, axes = plt.subplots(figsize=(7.0, height), layout="constrained", **grid)
+    figure.suptitle(textwrap.fill(title, 66), x=0.01, ha="left")  # from the figure's left edge
     return axes
 
 
@@ -95,7 +94,8 @@ def _show(figure, what, values, compared=None):
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=2 * figure.dpi, transparent=True)
     width, height = (round(figure.dpi * inches) for inches in figure.get_size_inches())
-    drawn = "; ".join(f"{name} {_to_one_digit(value)}" for name, value in (compared or words).items())
+    compared = words if compared is None else compared
+    drawn = "; ".join(f"{name} {_to_one_digit(value)}" for name, value in compared.items())
     picture = {"image/png": base64.b64encode(file.getvalue()).decode(), "text/plain": f"<Figure>\n{drawn}"}
     display(picture, metadata={"image/png": {"alt": alt, "width": width, "height": height}}, raw=True)
     plt.close(figure)
@@ -105,11 +105,10 @@ def _to_one_digit(words):
     return re.sub(r"\d[\d,]*(\.\d+)?(e[-+]\d+)?", lambda number: f"{float(number[0].replace(',', '')):.1g}", words)
 
 
-def _mark(axes, marks):
-    """Dashed vertical lines at places on x, by the words above each: dark and white, to be seen on bars and pages."""
-    for text, place in marks.items():
-        axes.axvline(place, color="#333333", gapcolor="white", linewidth=1, linestyle="--")
-        axes.annotate(text, (place, 1), (0, 2), ("data", "axes fraction"), "offset points", ha="center", va="bottom")
+def _mark(axes, text, place):
+    """A dashed vertical line at a place on x, with words above: dark and white, to be seen on bars and pages."""
+    axes.axvline(place, color="#333333", gapcolor="white", linewidth=1, linestyle="--")
+    axes.annotate(text, (place, 1), (0, 2), ("data", "axes fraction"), "offset points", ha="center", va="bottom")
 
 
 def _mark_powers(axes):
@@ -160,33 +159,34 @@ def bars(values, title, unit, low=None, high=None, reference=None, named="", kin
     --------
     >>> bars(pd.Series({"FP32": 1.0, "bf16": 1.6}), "bf16 is 1.6 times as fast", "FP32 = 1")  # doctest: +SKIP
     """
-    axes = _axes(title, height=0.9 + 0.42 * len(values))
+    axes = _axes(title, 0.9 + 0.42 * len(values))
     colors = [color.replace(NEUTRAL, "#9a9a9a") for color in map(color_of, values.index if kinds is None else kinds)]
-    hatches = [""] * len(values)
-    numbers = {name: f"{value:,.3g}" for name, value in values.items()}
-    intervals = {} if low is None else {name: f", from {low[name]:,.3g} to {high[name]:,.3g}" for name in numbers}
-    words = {name: number + intervals.get(name, "") for name, number in numbers.items()}
-    ticks = reference if isinstance(reference, pd.Series) else []
-    if low is not None and reference is not None:
-        undecided = (low <= reference) & (reference <= high)
-        colors = ["0.75" if grey else color for grey, color in zip(undecided, colors)]
-        hatches = ["//" if grey else "" for grey in undecided]
-        holds = "its tick" if len(ticks) else f"{reference:g}"
-        unit += f"; hatched: the interval contains {holds}" if undecided.any() else ""
-    error = None if low is None else [(values - low).clip(lower=0), (high - values).clip(lower=0)]
+    words = numbers = values.map("{:,.3g}".format)
+    ends, error, hatches = values, None, None
+    if low is not None:
+        words = numbers + low.map(", from {:,.3g}".format) + high.map(" to {:,.3g}".format)
+        ends, error = high, [(values - low).clip(lower=0), (high - values).clip(lower=0)]
+        if reference is not None:
+            undecided = (low <= reference) & (reference <= high)
+            colors = ["0.75" if grey else color for grey, color in zip(undecided, colors)]
+            hatches = ["//" if grey else "" for grey in undecided]
+            holds = "its tick" if isinstance(reference, pd.Series) else f"{reference:g}"
+            unit += f"; hatched: the interval contains {holds}" if undecided.any() else ""
     look = {"color": colors, "hatch": hatches, "ecolor": "#333333", "edgecolor": "white", "linewidth": 0}
     drawn = axes.barh(values.index, values, xerr=error, capsize=4, height=0.65, **look)
     halo = [withStroke(linewidth=3, foreground="white")]  # seen on bars and dark pages
     for line in drawn.errorbar.lines[1] + drawn.errorbar.lines[2] if drawn.errorbar else ():
         line.set_path_effects(halo)
-    ends = values if high is None else high
+    if isinstance(reference, pd.Series):
+        axes.scatter(reference, values.index, marker="|", s=700, color="#333333", zorder=3, path_effects=halo)
+    elif reference is not None:
+        _mark(axes, named, reference)
     if reference is not None:  # no number on the line
         ends = ends.mask((ends < reference) & (ends > reference - 0.12 * max(ends)), reference)
-    for row, (value, end) in enumerate(zip(values, ends)):
-        axes.annotate(f"{value:,.3g}", (end, row), xytext=(6, 0), textcoords="offset points", va="center")
-    _mark(axes, {} if reference is None or len(ticks) else {named: reference})
-    axes.scatter(ticks, values.index[: len(ticks)], marker="|", s=700, color="#333333", zorder=3, path_effects=halo)
-    axes.set(xlabel=textwrap.fill(unit, 56), xlim=(0, 1.15 * max([*ends, *ticks])))
+    for row, (number, end) in enumerate(zip(numbers, ends)):
+        axes.annotate(number, (end, row), xytext=(6, 0), textcoords="offset points", va="center")
+    furthest = max(ends) if reference is None else max(*ends, np.max(reference))
+    axes.set(xlabel=textwrap.fill(unit, 56), xlim=(0, 1.15 * furthest))
     axes.invert_yaxis()
     _show(axes.figure, f"Bar chart: {title}. {unit}", words, numbers)  # the middle of an interval is steadier
 
@@ -194,19 +194,17 @@ def bars(values, title, unit, low=None, high=None, reference=None, named="", kin
 @in_style
 def stacked_bars(table, title, unit):
     """One horizontal bar a row of `table`, made of its columns; hatched so that grey print tells them apart."""
-    axes = _axes(title, height=1.3 + 0.42 * len(table))
-    left = 0 * table.iloc[:, 0]
-    for column, color, hatch in zip(table, _colors(table), cycle(HATCHES)):
+    axes = _axes(title, 1.3 + 0.42 * len(table))
+    totals, left = table.sum(axis=1), 0
+    for column, color, hatch in zip(table, _colors(table), cycle(["", "//", "..", "xx", "--"])):
         look = {"color": color, "hatch": hatch, "edgecolor": "white", "linewidth": 0, "label": column}
-        axes.barh(table.index, table[column], left=left, height=0.65, **look)
+        drawn = axes.barh(table.index, table[column], left=left, height=0.65, **look)
         left = left + table[column]
-    for row, total in enumerate(left):
-        axes.annotate(f"{total:,.3g}", (total, row), xytext=(6, 0), textcoords="offset points", va="center")
-    axes.set(xlabel=unit, xlim=(0, 1.15 * left.max()))
+    axes.bar_label(drawn, totals.map("{:,.3g}".format), padding=6)
+    axes.set(xlabel=unit, xlim=(0, 1.15 * max(totals)))
     axes.invert_yaxis()
     axes.figure.legend(frameon=False, ncols=table.shape[1], loc="outside lower center")
-    sums = {row: " + ".join(f"{part:,.3g}" for part in table.loc[row]) for row in table.index}
-    sums = {row: f"{sums[row]} = {total:,.3g}" for row, total in left.items()}
+    sums = table.map("{:,.3g}".format).agg(" + ".join, axis=1) + totals.map(" = {:,.3g}".format)
     _show(axes.figure, f"Stacked bars of {', '.join(table)}: {title}. {unit}", sums)
 
 
@@ -221,7 +219,8 @@ def curves(table, x, y, by, title, log2=(), log10=(), step=False, from_zero=True
     if table.empty:
         print(f"{title}: nothing to draw")
         return
-    axes = _axes(title, height=3.6)
+    axes = _axes(title, 3.6)
+    shade, logs = shade or {}, dict.fromkeys(log2, 2) | dict.fromkeys(log10, 10)
     names = table[by].unique()
     look = {"hue": by, "style": by, "palette": {name: color_of(name) for name in names}}
     look |= {"markers": table[x].nunique() <= 30, "markeredgewidth": 0, "markersize": 7}
@@ -229,17 +228,18 @@ def curves(table, x, y, by, title, log2=(), log10=(), step=False, from_zero=True
     drawstyle = "steps-post" if step else "default"
     sns.lineplot(table, x=x, y=y, errorbar=extremes, drawstyle=drawstyle, legend=False, ax=axes, **look)
     # Only now: on logarithmic axes seaborn would draw geometric means.
-    for column, axis, scale in ((x, axes.xaxis, axes.set_xscale), (y, axes.yaxis, axes.set_yscale)):
-        if column in (*log2, *log10):
-            scale("log", base=2 if column in log2 else 10)
-        elif axis is axes.xaxis:
-            axis.set_major_locator(MaxNLocator(integer=True))
-    _shade(axes, shade or {})
+    if x in logs:
+        axes.set_xscale("log", base=logs[x])
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if y in logs:
+        axes.set_yscale("log", base=logs[y])
+    _shade(axes, shade)
     _mark_powers(axes)
     means = table.groupby([by, x], sort=False)[y].mean().groupby(by, sort=False)
     if shade:
         axes.margins(y=0.15)  # room for the words
-    if from_zero and y not in (*log2, *log10):
+    if from_zero and y not in logs:
         axes.set_ylim(bottom=0)
     several = table.groupby([by, x])[y].nunique().max() > 1
     axes.set(xlabel=x, ylabel=f"{y}\nmean, least to most" if several else y)
@@ -264,18 +264,18 @@ def histogram(values, title, x, edges, shade=None):
 
     shade: `{what becomes of them: (from, to)}`, whose colour the bars there have.
     """
-    axes = _axes(title)
+    axes, shade = _axes(title), shade or {}
     counts, _, drawn = axes.hist(values, edges, color=NEUTRAL)
-    for text, (start, end) in (shade or {}).items():
+    for text, (start, end) in shade.items():
         for bar in drawn:
             if start <= bar.get_x() < end:
                 bar.set(color=color_of(text))
-    _shade(axes, shade or {})
+    _shade(axes, shade)
     axes.set(xlabel=x, ylabel="how many", xlim=(edges[0], edges[-1]))
     axes.margins(y=0.2 if shade else 0.05)  # room for the words above the bars
     fullest = counts.argmax()
     most = {"most": f"{counts[fullest]:,.0f} around {np.mean(edges[fullest : fullest + 2]):,.3g}"}
-    places = {text: f"from {start:,.3g} to {end:,.3g}" for text, (start, end) in (shade or {}).items()}
+    places = {text: f"from {start:,.3g} to {end:,.3g}" for text, (start, end) in shade.items()}
     _show(axes.figure, f"Histogram: {title}. How many by {x}", most | places)
 
 
@@ -286,7 +286,7 @@ def ranges(table, title, x, over=None):
 
     over: `{words: (from, to)}`, numbers that should fit, drawn behind the rows.
     """
-    axes = _axes(title, height=1.3 + 0.38 * len(table))
+    axes = _axes(title, 1.3 + 0.38 * len(table))
     for text, (start, end) in (over or {}).items():
         axes.axvspan(start, end, color=NEUTRAL, alpha=0.2, linewidth=0)
         axes.annotate(text, (np.sqrt(start * end), 1), xycoords=("data", "axes fraction"), ha="center", va="bottom")
@@ -305,18 +305,15 @@ def ranges(table, title, x, over=None):
 
 
 @in_style
-def points(table, x, by, title, reference=None, named=""):
-    """One dot a row of `table` at column `x`, in one line for each value of column `by`, with the mean as a bar.
-    `reference` draws a vertical line, `named` so."""
-    if table.empty:
-        print(f"{title}: nothing to draw")
-        return
-    axes = _axes(title, height=0.9 + 0.5 * table[by].nunique())
+def points(table, x, by, title, reference, named):
+    """One dot a row of `table` at column `x`, in one line for each value of column `by`, with the mean as a bar,
+    and a vertical line at `reference`, `named` so."""
+    axes = _axes(title, 0.9 + 0.5 * table[by].nunique())
     palette = {name: color_of(name) for name in table[by].unique()}
     sns.stripplot(table, x=x, y=by, hue=by, palette=palette, jitter=0.2, alpha=0.7, legend=False, ax=axes)
     means = table.groupby(by, sort=False)[x].mean()
     axes.scatter(means, means.index, marker="|", s=500, color=NEUTRAL, zorder=3)
-    _mark(axes, {} if reference is None else {named: reference})
+    _mark(axes, named, reference)
     axes.set(xlabel=f"{x}; tall mark: the mean", ylabel="", ylim=(len(means) - 0.5, -0.5))
     _show(axes.figure, f"Dots and their mean: {title}. mean {x}", means)
 
@@ -331,13 +328,11 @@ def pictures(rows, title):
     >>> pictures({"FP32": torch.rand(10, 8, 8)}, "Ten digits")  # doctest: +SKIP
     """
     count = max(len(row) for row in rows.values())
-    _, grid = plt.subplots(len(rows), count, figsize=(7, 0.6 + 0.62 * len(rows)), layout="constrained", squeeze=False)
-    grid[0, 0].figure.suptitle(textwrap.fill(title, 66), x=0.01, ha="left")
+    grid = _axes(title, 0.6 + 0.62 * len(rows), nrows=len(rows), ncols=count, squeeze=False)
     for line, (name, row) in zip(grid, rows.items()):
         for axes, picture in zip(line, row):
-            colored = picture.ndim == 3
-            picture = (picture.permute(1, 2, 0) if colored else picture).detach().float().numpy(force=True)
-            axes.imshow(picture, cmap="gray_r", vmin=0, vmax=1)
+            picture = picture.permute(1, 2, 0) if picture.ndim == 3 else picture
+            axes.imshow(picture.float().numpy(force=True), cmap="gray_r", vmin=0, vmax=1)
         for axes in line:
             axes.set(xticks=[], yticks=[])
             axes.spines[:].set_visible(False)
@@ -356,14 +351,14 @@ def show(table, digits=3):
     """
     table = table.to_frame() if isinstance(table, pd.Series) else table
     table = table.rename_axis(None, axis="columns")
-    texts = table.map(lambda cell: _digits(cell, digits))
+    texts = table.map(_digits, digits=digits)
     counted = isinstance(table.index, pd.RangeIndex)
     names = [] if counted else [name or "" for name in table.index.names]
     sides = ["left"] * len(names) + ["right" if kind.kind in "iuf" else "left" for kind in table.dtypes]
-    lines = [_line(["th"] * len(sides), [*names, *texts], sides)]
-    for key, row in zip(table.index, texts.itertuples(index=False)):
-        keys = [] if counted else key if isinstance(key, tuple) else [key]
-        lines.append(_line(["th"] * len(names) + ["td"] * len(row), [*keys, *row], sides))
+    cells = texts if counted else texts.reset_index(names=names, allow_duplicates=True)
+    tags = ["th"] * len(names) + ["td"] * texts.shape[1]
+    lines = [_line(["th"] * len(sides), cells, sides)]
+    lines += [_line(tags, row, sides) for row in cells.itertuples(index=False, name=None)]
     page = "\n".join([" ", "<table>", *lines, "</table>"])  # a folded output shows its first line
     display({"text/html": page, "text/plain": texts.to_string(index=not counted)}, raw=True)
 
@@ -371,10 +366,9 @@ def show(table, digits=3):
 def _line(tags, texts, sides):
     """A row of HTML; the style is each cell's own, as pages that are not trusted lose a style sheet."""
     look = "vertical-align: top; max-width: 26em; text-align: "
-    cells = [
-        f'<{tag} style="{look}{side}">{html.escape(str(text))}</{tag}>' for tag, text, side in zip(tags, texts, sides)
-    ]
-    return f"<tr>{''.join(cells)}</tr>"
+    cells = zip(tags, sides, [html.escape(str(text)) for text in texts])
+    row = "".join(f'<{tag} style="{look}{side}">{text}</{tag}>' for tag, side, text in cells)
+    return f"<tr>{row}</tr>"
 
 
 def _digits(cell, digits):

@@ -75,6 +75,8 @@ def test_the_reference_of_bars_is_named_and_their_numbers_do_not_lie_on_it(figur
     assert {to_hex(line.get_color()), to_hex(line.get_gapcolor())} == {"#333333", "#ffffff"}, "seen on dark and light"
     words = {text.get_text(): text.xy for text in drawn.axes[0].texts}
     assert words == {"1": (1.1, 0), "1.62": (1.62, 1), "0.6": (0.6, 2), "limit": (1.1, 1)}
+    far = figure(plots.bars, values, "Errors", "times", reference=3, named="limit")
+    assert far.axes[0].get_xlim()[1] > 3, "the line is within the picture"
 
 
 def test_nbval_compares_which_number_belongs_to_which_name(figure):
@@ -121,9 +123,8 @@ def test_stacked_bars_add_up_and_differ_in_more_than_colour(figure):
     assert drawn.alt == "Stacked bars of kept, weights: Memory. MB: FP32 3 + 1 = 4; bf16 1.5 + 1 = 2.5."
 
 
-@pytest.mark.parametrize("plot", [plots.curves, plots.points])
-def test_nothing_to_draw_is_said(plot, capsys):
-    plot(pd.DataFrame(columns=["x", "y", "arm"]), "x", *(["y"] if plot is plots.curves else []), "arm", "Empty")
+def test_nothing_to_draw_is_said(capsys):
+    plots.curves(pd.DataFrame(columns=["x", "y", "arm"]), "x", "y", "arm", "Empty")
     assert capsys.readouterr().out == "Empty: nothing to draw\n"
 
 
@@ -181,9 +182,10 @@ def test_lines_of_many_points_have_no_markers_and_may_be_named_at_their_peaks(fi
 
 def test_points_show_every_run_and_the_mean(figure):
     table = pd.DataFrame({"percent": [96.0, 98.0, 97.0], "arm": ["FP32", "FP32", "bf16"]})
-    drawn = figure(plots.points, table, "percent", "arm", "Accuracy")
+    drawn = figure(plots.points, table, "percent", "arm", "Accuracy", 97.5, "margin")
     offsets = [x for dots in drawn.axes[0].collections for x, _ in dots.get_offsets()]
     assert sorted(offsets) == [96.0, 97.0, 97.0, 97.0, 98.0]  # three runs, two means
+    assert drawn.axes[0].lines[-1].get_xdata() == [97.5, 97.5] and "margin" in texts(drawn)
     assert drawn.alt == "Dots and their mean: Accuracy. mean percent: FP32 97; bf16 97."
 
 
