@@ -301,6 +301,11 @@ def _scales(model, optimizers, scaler):
         where = "below 1" if scale < 1 else "at its minimum"
         cost = "Overflow ends at a low scale: these gradients are bad for another reason."
         yield likely(f"the scale is {where}: {scale:g}", "", cost, "The scale that only falls")
+    backoff = scaler.get_backoff_factor() if hasattr(scaler, "get_backoff_factor") else 0.5
+    if backoff > 0.8:
+        steps = math.log(0.5) / math.log(backoff) if backoff < 1 else math.inf
+        cost = f"It halves in {steps:.0f} skipped steps. The default is 0.5."
+        yield likely(f"an overflow takes {1 - backoff:.0%} off the scale (backoff_factor={backoff:g})", "", cost)
     if any(weight.dtype == BF16 for weight in _trained(model).values()):
         cost = "bf16 needs no scale; on CUDA, unscaling is 'not implemented for BFloat16' in some versions."
         yield likely("a GradScaler over bf16 weights", "", cost)
@@ -353,6 +358,9 @@ def _who_keeps_masters(low, optimizers):
 
 def _states(model, optimizers, scaler):
     """What 16 bits and odd settings do to an optimizer's states and constants."""
+    kept = [(key, each) for one in optimizers for state in one.state.values() for key, each in state.items()]
+    if spoilt := {str(key) for key, each in kept if _kinds(_tensors(each))}:
+        yield certain("states of the optimizer that are not finite", sorted(spoilt), "They stay so.")
     for one, group in [(each, group) for each in optimizers for group in each.param_groups]:
         name, states = type(one).__name__, [one.state.get(weight, {}) for weight in group["params"]]
         pairs = [(state["exp_avg"], state["exp_avg_sq"]) for state in states if {"exp_avg", "exp_avg_sq"} <= {*state}]
@@ -432,15 +440,12 @@ def _numbers(model, optimizers, scaler):
     """Weights, buffers, states and gradients that are not finite, or beyond fp16's end."""
     weights = {name: weight for name, weight in model.named_parameters() if weight.dtype in FLOATS}
     buffers = {name: each for name, each in model.named_buffers() if each.dtype in FLOATS}
-    states = [(key, each) for one in optimizers for state in one.state.values() for key, each in state.items()]
     bad = [name for name, each in (weights | buffers).items() if _kinds([each]) - {"-inf"}]  # a mask's
     if spoilt := [name for name in bad if name in weights]:
         yield certain("weights that are not finite", spoilt, "Go back to a checkpoint.")
     if spoilt := [name for name in bad if name in buffers]:
         cost = "Evaluation uses them: NaN there, and none in training. A skipped step does not undo them."
         yield certain("buffers that are not finite", spoilt, cost, "NaN in evaluation only")
-    if spoilt := {str(key) for key, each in states if _kinds(_tensors(each))}:
-        yield certain("states of the optimizer that are not finite", sorted(spoilt), "They stay so.")
     if not _is_on(scaler) and (wild := [name for name, each in _gradients(weights).items() if _kinds([each])]):
         yield certain("gradients that are not finite", wild, "The next step spoils all.")
     sizes = {name: _largest([weight]) for name, weight in weights.items()}
@@ -825,6 +830,19 @@ def replay(path, model):
 # 5. The loss, by what autograd keeps of it
 
 OPERANDS = "self", "other"
+PASS_ON = (
+    "tocopy",
+    "view",
+    "unsafeview",
+    "reshapealias",
+    "t",
+    "transpose",
+    "permute",
+    "expand",
+    "slice",
+    "select",
+    "clone",
+)
 CALLS = {"mul": torch.mul, "div": torch.div, "pow": torch.pow, "log": torch.log, "mseloss": F.mse_loss}
 RISKY = {"sqrt", "rsqrt", "pow", "log", "div", "reciprocal", "norm", "linalgvectornorm", "acos", "asin", "cdist", "std"}
 
@@ -837,6 +855,12 @@ def _saved(node):
     """What a node of autograd keeps: "self", "other", "result", "target", "exponent"..."""
     names = [name for name in dir(node) if name.startswith("_saved_")]
     return {name.removeprefix("_saved_"): getattr(node, name) for name in names}
+
+
+def _passes_on(node):
+    """Whether an inf of its result was in its operand: views, casts, and a division by a number."""
+    operands = [each for each, _ in node.next_functions if each is not None]
+    return _op(node) in PASS_ON or (_op(node) == "div" and len(operands) == 1)
 
 
 def _region(loss):
@@ -901,6 +925,8 @@ class _Loss:
             end = "; fp16's exp ends at 11.09" if op == "exp" and tensor.dtype == FP16 else ""
             return Origin("loss", "", op, f"in the loss: {op} made {kind}{end}")
         maker = sources[OPERANDS.index(key)] if key in OPERANDS[: len(sources)] else next(filter(None, sources), None)
+        while maker is not None and "output" not in maker.metadata and _passes_on(maker):
+            maker, kind = maker.next_functions[0][0], kind.partition(" ")[0]  # of a dtype that is not known
         if maker is None or "output" in maker.metadata:
             words = "it needs no gradient, as data, a mask, a weight of the loss, or what is computed of a buffer"
             words = f"{op} was given {kind} that is not of the model's output: {words}"
@@ -1832,8 +1858,9 @@ RAISED = {  # what an error says, and what it means
     "unscale FP16 gradients": "What trains is fp16: a GradScaler wants FP32 weights, under autocast.",
     "inf checks were recorded": "No weight of this optimizer has a gradient: it holds others, or none was reached.",
     "unscale_.. has already been called": "Once per step, after the last of the passes that add up; then `update`.",
-    "already been called since the last update": "`scaler.update()` is missing after `scaler.step`.",
+    "called since the last update|called after step": "`scaler.update()` is missing after `scaler.step`.",
     "unsafe to autocast": "Probabilities in fp16 lose what is near 0 and 1: binary_cross_entropy_with_logits.",
+    "different metadata": "A checkpointed part does otherwise when it is run again: by a counter, or other autocast.",
     "dtype|scalar type|should be the same": "Two dtypes meet: a part ran outside of autocast, or was cast by hand.",
     "cannot be converted to type|without overflow": "A constant beyond fp16's 65504, as a mask's -1e9.",
     "graph a second time": "A tensor of the last pass was kept, or autocast's cast copies of weights, by two passes.",
@@ -2086,6 +2113,12 @@ def _too_large(seen):
     if (size := sizes[sizes < math.inf].median()) > 0.5:
         what = f"a step changes weights by {size:.2g} of their size (the median of modules)"
         yield likely(what, "", f"The learning rate is too large, in any precision. {CALM}")
+    elif 0 < size < 2e-6:
+        what = f"a step changes weights by {size:.2g} of their size (the median of modules)"
+        rate = max([rate for *_, rate in seen.trend], default=0)
+        yield likely(
+            what, "", f"Ten thousand such steps move them by {1e4 * size:.2g}. The learning rate is at most {rate:g}."
+        )
     if not seen.problem and (growth := _growth(seen.trend)):
         yield likely(f"training diverges: {growth}", "", CALM)
 

@@ -891,6 +891,25 @@ def test_a_loss_that_is_divided_by_an_inf_is_flat():
     assert "div was given inf (float16)" in found(seen, "output is 0 everywhere", "certain").what
 
 
+def test_a_cast_is_not_blamed_for_the_inf_that_it_was_given():
+    def gram(output):
+        wide = 1e3 * output
+        return (wide @ wide.T).float().square().mean()
+
+    model = network()
+    with pytest.raises(NonFinite, match="in the loss: mm made inf"), watch(model, sgd(model), save=None):
+        train(model, sgd(model), dtype=FP16, factors=[10], loss=gram)
+
+
+def test_rates_and_scales_that_stand_still():
+    model, slow = network(), scaler(init_scale=2.0**20, backoff_factor=0.97)
+    optimizer = sgd(model, lr=1e-6)
+    with watch(model, optimizer, slow, save=None) as seen:
+        train(model, optimizer, slow, factors=[1] * 3)
+    found(seen, "an overflow takes 3% off the scale", "likely")
+    assert "rate is at most 1e-06" in found(seen, "a step changes weights by", "likely").cost
+
+
 def test_times_in_float64_are_cast_too():
     class Clock(nn.Module):
         def forward(self, x):
