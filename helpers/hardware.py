@@ -34,55 +34,41 @@ UNKNOWN = "unknown: "  # begins an answer that could not be had; why follows
 def pick_device():
     """The accelerator that torch sees (CUDA, Apple's MPS, ...), or else the CPU.
 
-    The environment variable HALF_THE_BITS_DEVICE ("cpu", "cuda:1") overrules it; ValueError if there is no such device.
+    The environment variable HALF_THE_BITS_DEVICE ("cpu", "cuda:1") overrules it; ValueError if it cannot be used.
     An accelerator that this PyTorch cannot use, as it has no code for it, is named and not picked.
     """
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    if chosen := os.environ.get("HALF_THE_BITS_DEVICE"):
-        return _one_of(device, chosen)
-    if device.type == "cpu" and not torch.backends.cuda.is_built():
+    chosen = os.environ.get("HALF_THE_BITS_DEVICE")
+    device = chosen or torch.accelerator.current_accelerator(check_available=True) or "cpu"
+    try:
+        torch.ones(1, device=device)  # cannot be filled by a GPU that there is no code for
+    except (RuntimeError, AssertionError) as error:  # the second: torch was built without CUDA
+        why = str(error).partition("\n")[0]
+        if chosen:
+            raise ValueError(f"HALF_THE_BITS_DEVICE is {chosen!r}: {why}. Set another, or unset it.") from None
+        print(f"This PyTorch cannot use {_name(device)}, so the CPU is used ({why}). See docs/hardware.md.")
+        return torch.device("cpu")
+    if device == "cpu" and not chosen and not torch.backends.cuda.is_built():
         gpu = _ask_nvml(lambda: pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0)))
         if not gpu.startswith(UNKNOWN):
             built = f"This PyTorch ({torch.__version__}) was built without CUDA"
             print(f"{built}, so the CPU is used, not {gpu}. See docs/hardware.md.")
-    try:
-        torch.ones(1, device=device)  # the GPU fills it: there is code for this GPU
-        return device
-    except RuntimeError as error:
-        why = str(error).partition("\n")[0]
-        print(f"This PyTorch cannot use {_name(device)}, so the CPU is used ({why}). See docs/hardware.md.")
-        return torch.device("cpu")
-
-
-def _one_of(accelerator, name):
-    """The device of a name such as "cuda:1"."""
-    there = ["cpu"]
-    if accelerator.type != "cpu":
-        numbers = range(torch.accelerator.device_count())
-        there += [accelerator.type, *(f"{accelerator.type}:{number}" for number in numbers)]
-    if name not in there:
-        has = ", ".join(there)
-        raise ValueError(f"HALF_THE_BITS_DEVICE is {name!r}; this machine has {has}. Set one of these, or unset it.")
-    return torch.device(name)
+    return torch.device(device)
 
 
 def full_size():
     """Whether a GPU gets the numbers of a real experiment: not where HALF_THE_BITS_SIZE is "small", as in tests."""
-    chosen = os.environ.get("HALF_THE_BITS_SIZE") or "full"
-    if chosen not in ("full", "small"):
-        raise ValueError(f"HALF_THE_BITS_SIZE is {chosen!r}; set it to full or small, or unset it")
-    return chosen == "full"
+    return os.environ.get("HALF_THE_BITS_SIZE") != "small"
 
 
-def loader_workers(at_most=8):
-    """How many processes may decode images: as many as this process has CPU cores, but none where shared memory,
+def loader_workers():
+    """How many processes may decode images: one for each CPU core of this process, at most 8; none where shared memory,
     through which they hand over their batches, is small (in containers it often is)."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     shared = Path("/dev/shm")
     if shared.is_dir() and shutil.disk_usage(shared).free < 2 * 1024**3:
         print("Less than 2 GiB of shared memory is free: images are decoded without extra processes.")
         return 0
-    return min(at_most, cores)
+    return min(8, cores)
 
 
 def native_formats(device):
