@@ -6,6 +6,7 @@ import platform
 import shutil
 import subprocess
 from contextlib import suppress
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -213,11 +214,11 @@ def warnings(device):
     """Sentences on what makes measurements on this machine doubtful; an empty list if nothing was seen."""
     if device.type != "cuda":
         return []
-    facts, found = _gpu(device), []
-    if isinstance(facts["other_processes"], str):
-        found.append(f"Whether others use this GPU too is not known. NVML says {facts['other_processes']}.")
-    elif facts["other_processes"]:
-        found.append(f"{facts['other_processes']} other process(es) use this GPU: times and device memory are shared.")
+    others, found = _gpu(device)["other_processes"], []
+    if isinstance(others, str):
+        found.append(f"Whether others use this GPU too is not known. NVML says {others}.")
+    elif others:
+        found.append(f"{others} other process(es) use this GPU: times and device memory are shared.")
     if isinstance(cudnn := _cudnn(), int) and 92301 <= cudnn <= 92400:
         found.append("cuDNN 9.23.1 to 9.24.0 is slow on depthwise convolutions like this model's: use another version.")
     return found
@@ -226,13 +227,11 @@ def warnings(device):
 def commit():
     """The commit of this checkout, "+changes" if helpers or notebooks differ from it; without Git, helpers' digest."""
     helpers = Path(__file__).resolve().parent
-
-    def git(*words):
-        said = subprocess.check_output(["git", "-C", helpers, *words], stderr=subprocess.DEVNULL)
-        return said.decode(errors="replace").strip()  # a path's name may not be text in this locale
-
+    ask = partial(subprocess.check_output, cwd=helpers, stderr=subprocess.DEVNULL)
     with suppress(OSError, subprocess.CalledProcessError):
-        if git("rev-parse", "--show-cdup") == "../":
-            return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", ".", "../notebooks") else "")
+        root, head = ask(["git", "rev-parse", "--show-cdup", "HEAD"], text=True).splitlines()
+        if root == "../":
+            changed = ask(["git", "status", "--porcelain", ".", "../notebooks"])
+            return head + ("+changes" if changed else "")
     code = b"".join(path.read_bytes() for path in sorted(helpers.rglob("*.py")) if path.is_file())
     return f"no Git checkout; helpers' SHA-256 is {hashlib.sha256(code).hexdigest()}"

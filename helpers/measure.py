@@ -261,24 +261,20 @@ def _our_memory(gpu):
 
 
 def energy(step, images, device, seconds=10):
-    """Joules an image over at least `seconds` of calls of `step()` on `images` images, by NVML's energy counter.
+    """Joules an image over about `seconds` of calls of `step()` on `images` images, by NVML's energy counter.
 
     The counter is the whole GPU's, other processes included. None where there is no counter (CPU, old GPUs).
     """
     if device.type != "cuda":
         return None
-    torch.accelerator.synchronize(device)
+    blocks = math.ceil(seconds / (10 * time_block(step, 10, device)))
     before = ask_nvml(pynvml.nvmlDeviceGetTotalEnergyConsumption, device)  # in mJ
     if isinstance(before, str):
         return None
-    began, done = time.perf_counter(), 0
-    with progress(total=seconds, desc="Energy", unit="s") as bar:
-        while (passed := time.perf_counter() - began) < seconds:
-            bar.update(round(passed, 1) - bar.n)
-            time_block(step, 10, device)
-            done += 10
+    for _ in progress(range(blocks), desc="Energy"):
+        time_block(step, 10, device)
     after = ask_nvml(pynvml.nvmlDeviceGetTotalEnergyConsumption, device)
-    return None if isinstance(after, str) else (after - before) / 1000 / (done * images)
+    return None if isinstance(after, str) else (after - before) / 1000 / (10 * blocks * images)
 
 
 def fitting_batch(run, batch):

@@ -389,8 +389,9 @@ def test_cuda_memory_is_reset_before_it_is_read(cuda):
 
 
 def test_joules_per_image_of_a_known_power(clock, cuda):
-    joules = measure.energy(lambda: time.sleep(0.5), images=4, device=CUDA, seconds=10)
+    joules = measure.energy(lambda: time.sleep(0.5), images=4, device=CUDA, seconds=12)
     assert joules == pytest.approx(100 * 0.5 / 4)
+    assert time.perf_counter() == 5 + 15, "a block of ten, to see how long it takes, then three"
 
 
 def test_missing_nvml_is_said_and_not_fatal(cuda, monkeypatch):
