@@ -5,7 +5,6 @@ The CSV has three columns: `image` (a file name), `path` (its folder, absolute o
 """
 
 import os
-from contextlib import suppress
 from pathlib import Path
 
 import cv2
@@ -49,7 +48,7 @@ def load_table(csv, classes=2):
         asked = f"Give a CSV file in UTF-8 with the columns {COLUMNS}"
         raise DatasetError(f"{csv} cannot be read: {error}. {asked}.") from None
     if missing := [column for column in COLUMNS if column not in table]:
-        mend = "Rename or add the column; commas must part it from others."
+        mend = "Rename or add the column; commas stand between columns."
         raise DatasetError(f"{csv} has no column {missing}: it has {list(table)}. {mend}")
     if twice := [f"{column}.1" for column in COLUMNS if f"{column}.1" in table]:
         raise DatasetError(f"{csv} has a column twice: the second is read as {twice}. Remove or rename it.")
@@ -162,11 +161,13 @@ class ImageDataset(Dataset):
 def _image_problem(file):
     """What is wrong with an image, and how to mend it; None if nothing is."""
     try:
-        with suppress(OSError, ValueError):  # a format that Pillow does not know, but perhaps OpenCV
-            Image.open(file).close()  # reads the size alone, which OpenCV cannot
-        read_image(file)
+        Image.open(file).close()  # reads the size alone, which OpenCV cannot
     except Image.DecompressionBombError as error:
         return f"{file}: {error} Shrink the image or remove its row."
+    except Exception:  # damaged, or of a format that Pillow does not know, but perhaps OpenCV
+        pass
+    try:
+        read_image(file)
     except DatasetError as error:
         return str(error)
     return None

@@ -150,7 +150,7 @@ def test_lines_are_counted_as_an_editor_does(photos):
 @pytest.mark.parametrize("sign", [";", "\t", "|"])
 def test_another_separator_is_shown(photos, sign):
     photos.write_text(photos.read_text().replace(",", sign))
-    assert f"it has {[f'image{sign}path{sign}label']}. Rename or add the column; commas must part" in message(photos)
+    assert f"it has {[f'image{sign}path{sign}label']}. Rename or add the column; commas stand" in message(photos)
 
 
 def test_a_second_column_of_one_name_is_refused_where_it_matters(photos):
