@@ -41,10 +41,8 @@ class BitView:
     @property
     def fields(self):
         """The bits of each field as text: {"sign": "0", "exponent": "01111", "fraction": "0000000000"}."""
-        bits, start = f"{self.code:0{self.format.bits}b}", self.format.signed
-        end = start + self.format.exponent_bits
-        fields = {"sign": bits[:start], "exponent": bits[start:end], "fraction": bits[end:]}
-        return {name: text for name, text in fields.items() if text}
+        bits, end = f"{self.code:0{self.format.bits}b}", 1 + self.format.exponent_bits
+        return {"sign": bits[0], "exponent": bits[1:end], "fraction": bits[end:]}
 
     @property
     def formula(self):
@@ -149,7 +147,7 @@ class _Explorer:
 
     def __init__(self, format, number):
         self.number = widgets.Text(description="number", continuous_update=False)
-        self.format = widgets.Dropdown(description="format", options=[name for name in FORMATS if FORMATS[name].signed])
+        self.format = widgets.Dropdown(description="format", options=list(FORMATS))
         self.steps = [
             widgets.Button(description=text, layout={"width": "auto"}) for text in ("next below", "next above")
         ]
@@ -217,13 +215,11 @@ class _Explorer:
 def explore_bits(format="fp16", number=0.1):
     """Show widgets in which every bit can be clicked, any number typed, and the format switched.
 
-    format: a name in `FORMATS`, with a sign (not "e8m0"). number: the float to begin with.
+    format: a name in `FORMATS`. number: the float to begin with.
 
     A page without a live kernel shows a few fixed BitViews instead, which the live widgets hide.
     """
     form = FORMATS[format]
-    if not form.signed:
-        raise ValueError(f"explore_bits shows formats with a sign, not {format}")
     explorer = _Explorer(format, number)
     fixed = [BitView(value, format) for value in (number, 1.0, form.max, form.smallest_normal, form.smallest_subnormal)]
     page = "".join(view._repr_html_() for view in fixed)

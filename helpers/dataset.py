@@ -5,16 +5,14 @@ The CSV has three columns: `image` (a file name), `path` (its folder, absolute o
 """
 
 import os
-from contextlib import suppress
 from pathlib import Path
-from unittest.mock import patch
 
 import cv2
 import numpy as np
 import pandas as pd
 import torch
 from PIL import Image
-from sklearn.datasets import load_digits, load_sample_images
+from sklearn.datasets import load_sample_images
 from sklearn.model_selection import train_test_split
 from torch.utils.data import Dataset
 
@@ -22,7 +20,6 @@ from helpers.measure import progress
 
 DATA = Path(__file__).resolve().parent.parent / "data"
 COLUMNS = ["image", "path", "label"]
-MOST_PIXELS = 200_000_000  # 600 MB when decoded
 SHOWN = 5  # bad rows spelt out in one error; the rest are counted
 
 
@@ -44,23 +41,15 @@ def load_table(csv, classes=2):
     1437
     """
     csv = Path(os.path.normpath(Path(csv).expanduser().absolute()))  # links are not followed: images may be linked in
+    options = {"keep_default_na": False, "index_col": False, "encoding": "utf-8-sig", "skip_blank_lines": False}
     try:
-        table = pd.read_csv(
-            csv, dtype=str, keep_default_na=False, index_col=False, encoding="utf-8-sig", skip_blank_lines=False
-        )
-    except FileNotFoundError:
-        raise DatasetError(f"{csv} does not exist. Give the path of a CSV file with the columns {COLUMNS}.") from None
-    except pd.errors.EmptyDataError:
-        raise DatasetError(f"{csv} is empty. Its first line must name the columns {COLUMNS}.") from None
-    except (UnicodeDecodeError, pd.errors.ParserError, OSError) as error:
-        raise DatasetError(f"{csv} cannot be read as a CSV file: {error}. Save it as UTF-8, comma-separated.") from None
-
-    missing = [column for column in COLUMNS if column not in table]
-    for sign, name in [(";", "semicolons"), ("\t", "tabs"), ("|", "bars")]:
-        if missing and sign in table.columns[0]:
-            raise DatasetError(f"{csv} has {name} between its columns. Save it with commas.")
-    if missing:
-        raise DatasetError(f"{csv} has no column {missing}: it has {list(table)}. Rename or add the column.")
+        table = pd.read_csv(csv, dtype=str, **options)
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8, no columns, no table
+        asked = f"Give a CSV file in UTF-8 with the columns {COLUMNS}"
+        raise DatasetError(f"{csv} cannot be read: {error}. {asked}.") from None
+    if missing := [column for column in COLUMNS if column not in table]:
+        mend = "Rename or add the column; commas stand between columns."
+        raise DatasetError(f"{csv} has no column {missing}: it has {list(table)}. {mend}")
     if twice := [f"{column}.1" for column in COLUMNS if f"{column}.1" in table]:
         raise DatasetError(f"{csv} has a column twice: the second is read as {twice}. Remove or rename it.")
     breaks = sum(table[column].str.count("\n") for column in table)  # within quotes
@@ -71,8 +60,7 @@ def load_table(csv, classes=2):
 
     table["file"] = [os.path.normpath(csv.parent / folder / image) for folder, image in zip(table.path, table.image)]
     lines = {}
-    problems = [(row.line, _problem(row, csv.parent, classes, lines)) for row in table.itertuples()]
-    _raise_if_any(csv, [(line, problem) for line, problem in problems if problem])
+    _raise_if_any(csv, [(row.line, _problem(row, csv.parent, classes, lines)) for row in table.itertuples()])
     table["label"] = table.label.astype(float).astype(int)
     return table
 
@@ -88,7 +76,7 @@ def _problem(row, folder, classes, lines):
     if not Path(row.path, row.image).is_absolute() and not file.is_relative_to(folder):
         return f"{row.image}: {row.path!r} leads out of {folder}. Move the image in, or write an absolute path."
     if not os.path.isfile(file):  # noqa: PTH113 (Path.is_file raises on names that no file can have)
-        return _unreadable(file)
+        return f"{file} does not exist, or its folder is locked. Correct `image` or `path`, or remove the row."
     first = lines.setdefault(_identity(row.file), row.line)
     if first != row.line:
         return f"{row.image} is the same file as on line {first}. Remove one of the two rows."
@@ -101,26 +89,31 @@ def _identity(file):
     return found.st_dev, found.st_ino or file
 
 
-def _raise_if_any(source, problems):
-    if not problems:
-        return
-    shown = "\n".join(f"  line {line}: {problem}" for line, problem in problems[:SHOWN])
-    more = f"\n  and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
-    raise DatasetError(f"{source}: {len(problems)} bad row(s).\n{shown}{more}")
+def _raise_if_any(source, rows):
+    """Raise DatasetError if one of `rows`, pairs of a line and its problem, has a problem."""
+    problems = [f"  line {line}: {problem}" for line, problem in rows if problem]
+    if problems:
+        more = [f"  and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
+        raise DatasetError("\n".join([f"{source}: {len(problems)} bad row(s).", *problems[:SHOWN], *more]))
 
 
 def read_image(file):
-    """Decode an image file into a uint8 array of shape (height, width, 3) in RGB; None if it cannot be decoded.
+    """Decode an image file into a uint8 array of shape (height, width, 3) in RGB.
 
     Grey images get three equal channels, an alpha channel is dropped, 16-bit images become 8-bit, and the EXIF
     orientation is applied. A JPEG file damaged in its middle is decoded all the same: libjpeg fills the gap, and says
-    so on the standard error stream only.
+    so on the standard error stream only. Raises DatasetError, which names file and fix, if it cannot be decoded.
     """
     # imdecode refuses a truncated file, which imread would fill up with grey; it also copes with any file name.
     try:
-        return cv2.imdecode(np.fromfile(file, dtype=np.uint8), cv2.IMREAD_COLOR_RGB)
-    except (cv2.error, OSError):  # an empty file, a size beyond OpenCV's limit; a file that may not be read
-        return None
+        content = np.fromfile(file, dtype=np.uint8)
+        image = cv2.imdecode(content, cv2.IMREAD_COLOR_RGB) if content.size else None
+    except (cv2.error, OSError) as error:  # larger than OpenCV's limit; gone, or not to be read
+        raise DatasetError(f"{file} cannot be read: {error}. Mend that, or remove its row.") from None
+    if image is None:
+        what = f"{file} ({content.size:,} bytes) is not an image that OpenCV can decode"
+        raise DatasetError(f"{what}. Replace the file or remove its row.")
+    return image
 
 
 class ImageDataset(Dataset):
@@ -129,7 +122,7 @@ class ImageDataset(Dataset):
     Item i is `(image, label)`: a float32 tensor of shape (3, height, width), RGB in [0, 1], and row i of `labels`, a
     tensor of any dtype and shape with as many rows as the table. Without it the label is float32 of shape (1,), for a
     model with one output. `size` is OpenCV's (width, height). With `check` every file is decoded once, here, with a
-    progress bar; DatasetError names all that cannot be decoded or have more than `MOST_PIXELS`.
+    progress bar; DatasetError names all that cannot be decoded or are too large for Pillow.
 
     Examples
     --------
@@ -151,45 +144,33 @@ class ImageDataset(Dataset):
             raise ValueError(f"{len(self.labels)} labels were given for {len(self.files)} images")
         self.size = (width, height)
         if check:
-            lines = table.line if "line" in table else table.index
-            rows = progress(zip(lines, self.files), total=len(self.files), desc="Checking images")
-            problems = [(line, _image_problem(file)) for line, file in rows]
-            _raise_if_any("The images", [(line, problem) for line, problem in problems if problem])
+            rows = progress(zip(table.line, self.files), total=len(self.files), desc="Checking images")
+            _raise_if_any("The images", [(line, _image_problem(file)) for line, file in rows])
 
     def __len__(self):
         return len(self.files)
 
     def resized(self, index, out=None):
         """The image as uint8, (height, width, 3), RGB, at the dataset's size; in the array `out` if there is one."""
-        image = read_image(self.files[index])
-        if image is None:
-            raise DatasetError(_unreadable(self.files[index]))
-        return cv2.resize(image, self.size, dst=out)
+        return cv2.resize(read_image(self.files[index]), self.size, dst=out)
 
     def __getitem__(self, index):
         return torch.from_numpy(self.resized(index)).permute(2, 0, 1).float().div(255), self.labels[index]
 
 
 def _image_problem(file):
-    """What is wrong with an image, and how to mend it; None if nothing is. The header tells how large it is."""
-    # OpenCV cannot read a header alone; Pillow, with a limit of its own, does not know all of its formats.
-    with suppress(Exception), patch.object(Image, "MAX_IMAGE_PIXELS", None), Image.open(file) as image:
-        if image.width * image.height > MOST_PIXELS:
-            return f"{file} has more than {MOST_PIXELS:,} pixels. Shrink the image or remove its row."
-    return _unreadable(file) if read_image(file) is None else None
-
-
-def _unreadable(file):
-    """Why a file gives no image, and how to mend that. It is not opened: a pipe would never answer."""
+    """What is wrong with an image, and how to mend it; None if nothing is."""
     try:
-        size = Path(file).stat().st_size
-    except PermissionError:
-        return f"{file} cannot be read: its folder is locked. Allow yourself to enter it, or remove the row."
-    except (OSError, ValueError):  # ValueError: a name that no file can have
-        return f"{file} does not exist. Correct `image` or `path`, or remove the row."
-    if not os.access(file, os.R_OK):
-        return f"{file} cannot be read: permission is denied. Allow yourself to read it, or remove the row."
-    return f"{file} ({size:,} bytes) is not an image that OpenCV can decode. Replace the file or remove its row."
+        Image.open(file).close()  # reads the size alone, which OpenCV cannot
+    except Image.DecompressionBombError as error:
+        return f"{file}: {error} Shrink the image or remove its row."
+    except Exception:  # damaged, or of a format that Pillow does not know, but perhaps OpenCV
+        pass
+    try:
+        read_image(file)
+    except DatasetError as error:
+        return str(error)
+    return None
 
 
 def load_pair(train_csv, held_out_csv=None, held_out_share=0.2, classes=2):
@@ -216,26 +197,6 @@ def load_pair(train_csv, held_out_csv=None, held_out_share=0.2, classes=2):
         counts = table.label.value_counts().to_dict()
         raise DatasetError(f"{train_csv} has too few rows to hold some out, by label {counts}: {error}") from None
     return train.sort_index().reset_index(drop=True), held_out.sort_index().reset_index(drop=True)
-
-
-def write_digits(folder, side=32):
-    """Write scikit-learn's 1,797 handwritten digits as JPEG files with `train.csv` and `held_out.csv`.
-
-    The label says whether the digit is odd. A fifth of each digit is held out. Source: E. Alpaydin and C. Kaynak,
-    Optical Recognition of Handwritten Digits, UCI Machine Learning Repository, 1998, doi:10.24432/C50P49.
-    """
-    folder = Path(folder)
-    (folder / "images").mkdir(parents=True, exist_ok=True)
-    digits = load_digits()
-    names = [f"{i:04d}.jpg" for i in range(len(digits.target))]
-    for name, pixels in zip(names, digits.images):
-        grey = np.round(pixels * 255 / 16).astype(np.uint8)
-        image = cv2.resize(grey, (side, side), interpolation=cv2.INTER_CUBIC)
-        cv2.imwrite(str(folder / "images" / name), image, [cv2.IMWRITE_JPEG_QUALITY, 90])
-    table = pd.DataFrame({"image": names, "path": "images", "label": digits.target % 2, "digit": digits.target})
-    train, held_out = train_test_split(table, test_size=0.2, stratify=table.digit, random_state=0)
-    train.sort_index().to_csv(folder / "train.csv", index=False, lineterminator="\n")
-    held_out.sort_index().to_csv(folder / "held_out.csv", index=False, lineterminator="\n")
 
 
 def write_photographs(folder, count=64, size=(1632, 1224)):
@@ -276,7 +237,7 @@ def write_pets(folder, download=True):
         pets = pd.read_csv(base / f"annotations/{split}.txt", sep=" ", names=["name", "class", "species", "breed"])
         table = pd.DataFrame({"image": pets.name + ".jpg", "path": "images", "label": pets.species - 1})
         rows = progress(table.image, desc=f"Checking {split}")
-        readable = np.array([read_image(base / "images" / image) is not None for image in rows])
+        readable = np.array([_image_problem(base / "images" / image) is None for image in rows])
         if not readable.all():
             print(f"Left out, as OpenCV cannot decode them: {', '.join(table.image[~readable])}")
         table[readable].to_csv(base / name, index=False)

@@ -1,7 +1,7 @@
 """Binary floating-point formats from 32 bits down to 4: the value of every code, and the code of every value.
 
 Layouts: IEEE 754-2019 (fp32, fp16); OCP 8-bit Floating Point Specification 1.0 (FP8); OCP Microscaling Formats
-Specification 1.0 (FP4, E8M0); bf16 and TF32 are fp32 with a shorter fraction (NVIDIA A100 whitepaper, 2020).
+Specification 1.0 (FP4); bf16 and TF32 are fp32 with a shorter fraction (NVIDIA A100 whitepaper, 2020).
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class FloatFormat:
-    """A format: one sign bit (or none), then the exponent, then the fraction (IEEE's trailing significand).
+    """A format: one sign bit, then the exponent, then the fraction (IEEE's trailing significand).
 
     A normal number is (-1)^sign * 2^(exponent - bias) * (1 + fraction / 2^mantissa_bits). With exponent 0 it is
     subnormal: (-1)^sign * 2^(1 - bias) * fraction / 2^mantissa_bits.
@@ -30,11 +30,10 @@ class FloatFormat:
     exponent_bits: int
     mantissa_bits: int
     specials: str = "ieee"
-    signed: bool = True
 
     @property
     def bits(self):
-        return self.signed + self.exponent_bits + self.mantissa_bits
+        return 1 + self.exponent_bits + self.mantissa_bits
 
     @property
     def bias(self):
@@ -47,22 +46,17 @@ class FloatFormat:
 
     @property
     def smallest_normal(self):
-        return 2.0 ** (self._lowest_exponent - self.bias)
+        return 2.0 ** (1 - self.bias)
 
     @property
     def smallest_subnormal(self):
-        """The smallest number above 0; in E8M0, which has no subnormals, the smallest normal number."""
+        """The smallest number above 0."""
         return self.smallest_normal * self.eps
 
     @property
     def max(self):
         """The largest finite number."""
         return float(self.decode(self._infinity - 1))
-
-    @property
-    def _lowest_exponent(self):
-        """The lowest exponent field of a normal number: without a fraction (E8M0) there are no subnormals, and no 0."""
-        return 1 if self.mantissa_bits else 0
 
     @property
     def _infinity(self):
@@ -89,8 +83,8 @@ class FloatFormat:
     def kind(self, codes):
         """What each of `codes` is: "zero", "subnormal", "normal", "infinity" or "NaN", in an array of strings."""
         _, exponent, fraction = self.fields(codes)
-        values, subnormal = self.decode(codes), exponent < self._lowest_exponent
-        cases = [np.isnan(values), np.isinf(values), subnormal & (fraction == 0), subnormal]
+        values, subnormal = self.decode(codes), (exponent == 0) & (fraction > 0)
+        cases = [np.isnan(values), np.isinf(values), values == 0, subnormal]
         return np.select(cases, ["NaN", "infinity", "zero", "subnormal"], "normal")[()]
 
     def decode(self, codes):
@@ -99,8 +93,8 @@ class FloatFormat:
         Raises TypeError for codes that are not integers, ValueError for one that the format has not.
         """
         sign, exponent, fraction = self.fields(codes)
-        significand = fraction + ((exponent >= self._lowest_exponent) << self.mantissa_bits)
-        power = np.maximum(exponent, self._lowest_exponent) - self.bias - self.mantissa_bits
+        significand = fraction + ((exponent > 0) << self.mantissa_bits)
+        power = np.maximum(exponent, 1) - self.bias - self.mantissa_bits
         magnitude = np.ldexp(significand.astype(np.float64), power)
         unsigned = (exponent << self.mantissa_bits) + fraction
         infinity = np.inf if self.specials == "ieee" else np.nan
@@ -108,13 +102,12 @@ class FloatFormat:
         return np.where(sign, -magnitude, magnitude)[()]
 
     def encode(self, values, saturate=False):
-        """The codes nearest to `values`, real numbers of any shape, taken as float64; of two as near, the even one (in
-        E8M0, which has no fraction, the larger).
+        """The codes nearest to `values`, real numbers of any shape, taken as float64; of two as near, the even one.
 
         Returns unsigned integers of the same shape, as narrow as the format allows. What rounds past the maximum
         becomes inf, or NaN in a format without inf; the maximum if `saturate`, or in a format without either.
-        Where a format has no code for a value, ml_dtypes is followed: in FP4, NaN becomes a zero of opposite sign; in
-        E8M0, zero and negative values become NaN. Raises TypeError for values that are not real numbers.
+        FP4 has no code for NaN, which becomes a zero of opposite sign, as in ml_dtypes. Raises TypeError for values
+        that are not real numbers.
         """
         values = self._as_float64(values)
         negative, nan = np.signbit(values), np.isnan(values)
@@ -127,11 +120,9 @@ class FloatFormat:
         codes = np.clip(codes, 0, self._infinity - 1 if saturate or self.specials == "none" else self._infinity)
         if self.specials == "none":
             codes, negative = np.where(nan, 0, codes), negative ^ nan
-        elif self.signed:
-            codes = np.where(nan, self._infinity | 2**self.mantissa_bits >> 1, codes)
         else:
-            codes = np.where(values > 0, codes, self._infinity)
-        codes |= (negative & self.signed).astype(np.int64) << (self.exponent_bits + self.mantissa_bits)
+            codes = np.where(nan, self._infinity | 2**self.mantissa_bits >> 1, codes)
+        codes |= negative.astype(np.int64) << (self.exponent_bits + self.mantissa_bits)
         return codes.astype(np.min_scalar_type(2**self.bits - 1))[()]
 
     def spacing(self, values):
@@ -158,18 +149,13 @@ class _Formats(dict):
         raise KeyError(f"no format {name!r}: there are {', '.join(self)}")
 
 
-FORMATS = _Formats(
-    {
-        each.name: each
-        for each in (
-            FloatFormat("fp32", 8, 23),
-            FloatFormat("tf32", 8, 10),
-            FloatFormat("bf16", 8, 7),
-            FloatFormat("fp16", 5, 10),
-            FloatFormat("fp8_e5m2", 5, 2),
-            FloatFormat("fp8_e4m3fn", 4, 3, "nan"),
-            FloatFormat("fp4_e2m1fn", 2, 1, "none"),
-            FloatFormat("e8m0", 8, 0, "nan", signed=False),
-        )
-    }
-)
+_ALL = [
+    FloatFormat("fp32", 8, 23),
+    FloatFormat("tf32", 8, 10),
+    FloatFormat("bf16", 8, 7),
+    FloatFormat("fp16", 5, 10),
+    FloatFormat("fp8_e5m2", 5, 2),
+    FloatFormat("fp8_e4m3fn", 4, 3, "nan"),
+    FloatFormat("fp4_e2m1fn", 2, 1, "none"),
+]
+FORMATS = _Formats((each.name, each) for each in _ALL)

@@ -5,6 +5,8 @@ import os
 import platform
 import shutil
 import subprocess
+from contextlib import suppress
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -15,90 +17,59 @@ import torch
 
 # Formats: "Tensor Core data types" in NVIDIA's CUDA Programming Guide; FP6 and FP4: `mma` in the PTX ISA.
 # Rates of fp16 without Tensor Cores: the throughput of arithmetic instructions, in the guide of CUDA 12.
-GENERATIONS = pd.DataFrame(
-    [
-        ("Pascal", "2016", "6.0, 6.1", "P100, GTX 1080", "none", "P100: fp16 at twice fp32's rate; GTX 10xx: 1/64"),
-        ("Volta", "2017", "7.0", "V100", "fp16", "the first Tensor Cores"),
-        ("Turing", "2018", "7.5", "T4, RTX 2080", "fp16", "GTX 16xx, T1000: no Tensor Cores, fp16 at twice fp32"),
-        ("Ampere", "2020", "8.0, 8.6, 8.7", "A100, RTX 3090", "fp16 bf16 TF32", "bf16 needs no loss scaling"),
-        ("Ada", "2022", "8.9", "L4, RTX 4090", "fp16 bf16 TF32 FP8", ""),
-        ("Hopper", "2022", "9.0", "H100, H200", "fp16 bf16 TF32 FP8", ""),
-        (
-            "Blackwell",
-            "2024",
-            "10.0, 10.3, 11.0, 12.x",
-            "B200, RTX 5090",
-            "fp16 bf16 TF32 FP8 FP6 FP4",
-            "block scales: MXFP8, NVFP4",
-        ),
-    ],
-    columns=["generation", "since", "compute capability", "for example", "Tensor Core formats", "note"],
-).set_index("generation")
+FP8 = "fp16 bf16 TF32 FP8"
+COLUMNS = ["generation", "since", "compute capability", "for example", "Tensor Core formats", "note"]
+ROWS = [
+    ("Pascal", "2016", "6.0, 6.1", "P100, GTX 1080", "none", "P100: fp16 at twice fp32's rate; GTX 10xx: 1/64"),
+    ("Volta", "2017", "7.0", "V100", "fp16", "the first Tensor Cores"),
+    ("Turing", "2018", "7.5", "T4, RTX 2080", "fp16", "GTX 16xx, T1000: no Tensor Cores, fp16 at twice fp32"),
+    ("Ampere", "2020", "8.0, 8.6, 8.7", "A100, RTX 3090", "fp16 bf16 TF32", "bf16 needs no loss scaling"),
+    ("Ada", "2022", "8.9", "L4, RTX 4090", FP8, ""),
+    ("Hopper", "2022", "9.0", "H100, H200", FP8, ""),
+    ("Blackwell", "2024", "10.0, 10.3, 11.0, 12.x", "B200, RTX 5090", f"{FP8} FP6 FP4", "block scales: MXFP8, NVFP4"),
+]
+GENERATIONS = pd.DataFrame(ROWS, columns=COLUMNS).set_index("generation")
+UNKNOWN = "unknown: "  # begins an answer that could not be had; why follows
 
 
 def pick_device():
     """The accelerator that torch sees (CUDA, Apple's MPS, ...), or else the CPU.
 
-    The environment variable HALF_THE_BITS_DEVICE ("cpu", "cuda:1") overrules it; ValueError if there is no such device.
-    A GPU that this PyTorch has no code for is not picked.
+    The environment variable HALF_THE_BITS_DEVICE ("cpu", "cuda:1") overrules it; ValueError if it cannot be used.
+    An accelerator that this PyTorch cannot use, as it has no code for it, is named and not picked.
     """
-    if chosen := os.environ.get("HALF_THE_BITS_DEVICE"):
-        return _named(chosen)
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    if device.type == "cpu" and not torch.backends.cuda.is_built() and (name := _nvidia_gpu()):
-        built = f"This PyTorch ({torch.__version__}) was built without CUDA"
-        print(f"{built}, so the CPU is used, not {name}. See docs/hardware.md.")
-    if device.type != "cuda" or torch.version.hip or _has_code(torch.cuda.get_device_capability()):
-        return device
-    name = torch.cuda.get_device_name()
-    print(f"This PyTorch has no code for {name}, so the CPU is used. docs/hardware.md names one that has.")
-    return torch.device("cpu")
-
-
-def _named(name):
-    """The device of a name such as "cuda:1"."""
-    there, kind = ["cpu"], torch.accelerator.current_accelerator(check_available=True)
-    if kind:
-        there += [kind.type, *(f"{kind.type}:{number}" for number in range(torch.accelerator.device_count()))]
-    if name not in there:
-        has = ", ".join(there)
-        raise ValueError(f"HALF_THE_BITS_DEVICE is {name!r}; this machine has {has}. Set one of these, or unset it.")
-    return torch.device(name)
+    chosen = os.environ.get("HALF_THE_BITS_DEVICE")
+    device = chosen or torch.accelerator.current_accelerator(check_available=True) or "cpu"
+    try:
+        torch.ones(1, device=device)  # cannot be filled by a GPU that there is no code for
+    except (RuntimeError, AssertionError) as error:  # the second: torch was built without CUDA
+        why = str(error).partition("\n")[0]
+        if chosen:
+            raise ValueError(f"HALF_THE_BITS_DEVICE is {chosen!r}: {why}. Set another, or unset it.") from None
+        print(f"This PyTorch cannot use {_name(device)}, so the CPU is used ({why}). See docs/hardware.md.")
+        return torch.device("cpu")
+    if device == "cpu" and not chosen and not torch.backends.cuda.is_built():
+        gpu = _ask_nvml(lambda: pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0)))
+        if not gpu.startswith(UNKNOWN):
+            built = f"This PyTorch ({torch.__version__}) was built without CUDA"
+            print(f"{built}, so the CPU is used, not {gpu}. See docs/hardware.md.")
+    return torch.device(device)
 
 
 def full_size():
     """Whether a GPU gets the numbers of a real experiment: not where HALF_THE_BITS_SIZE is "small", as in tests."""
-    chosen = os.environ.get("HALF_THE_BITS_SIZE") or "full"
-    if chosen not in ("full", "small"):
-        raise ValueError(f"HALF_THE_BITS_SIZE is {chosen!r}; set it to full or small, or unset it")
-    return chosen == "full"
+    return os.environ.get("HALF_THE_BITS_SIZE") != "small"
 
 
-def _nvidia_gpu():
-    """The name of the first NVIDIA GPU that the driver sees, or None."""
-    try:
-        pynvml.nvmlInit()
-        return pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0))
-    except (pynvml.NVMLError, pynvml.NVMLLibraryMismatchError):
-        return None
-
-
-def _has_code(capability):
-    """Whether this PyTorch was built for such a GPU: "sm_75" is code for 7.5 to 7.9, "compute_90" for 9.0 and later."""
-    codes = [code.split("_") for code in torch.cuda.get_arch_list()]
-    codes = [(kind, divmod(int(number.rstrip("af")), 10)) for kind, number in codes]
-    return any(since <= capability and (kind == "compute" or since[0] == capability[0]) for kind, since in codes)
-
-
-def loader_workers(at_most=8):
-    """How many processes may decode images: as many as this process has CPU cores, but none where shared memory,
+def loader_workers():
+    """How many processes may decode images: one for each CPU core of this process, at most 8; none where shared memory,
     through which they hand over their batches, is small (in containers it often is)."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     shared = Path("/dev/shm")
     if shared.is_dir() and shutil.disk_usage(shared).free < 2 * 1024**3:
         print("Less than 2 GiB of shared memory is free: images are decoded without extra processes.")
         return 0
-    return min(at_most, cores)
+    return min(8, cores)
 
 
 def native_formats(device):
@@ -163,18 +134,21 @@ def _cudnn():
     try:
         return torch.backends.cudnn.version()
     except RuntimeError as error:  # this cuDNN does not run on one of the GPUs here
-        return f"unknown: {error}"
+        return f"{UNKNOWN}{error}"
 
 
 def _cpu_or_other(device):
     cpu = torch.cpu.get_capabilities().get("cpu_name") or platform.processor() or platform.machine()
     facts = {"type": device.type, "name": cpu, "driver": None}
     facts |= {"threads": torch.get_num_threads(), "instructions": torch.backends.cpu.get_cpu_capability()}
+    return facts if device.type == "cpu" else facts | {"name": _name(device), "cpu": cpu}
+
+
+def _name(device):
+    """The name of an accelerator."""
     if device.type == "mps":
-        facts |= {"name": torch.backends.mps.get_name(), "cpu": cpu}
-    elif device.type != "cpu":  # Intel's "xpu", or another maker's
-        facts |= {"name": torch.get_device_module(device).get_device_name(device), "cpu": cpu}
-    return facts
+        return torch.backends.mps.get_name()
+    return torch.get_device_module(device).get_device_name(device)
 
 
 def _gpu(device):
@@ -183,7 +157,7 @@ def _gpu(device):
     return {
         "type": device.type,
         "name": properties.name,
-        "driver": _driver(),
+        "driver": _ask_nvml(pynvml.nvmlSystemGetDriverVersion),
         "uuid": str(properties.uuid),
         "compute_capability": f"{properties.major}.{properties.minor}",
         "memory_total": properties.total_memory,
@@ -200,24 +174,24 @@ def ask_nvml(question, device):
 
     The handle is found by UUID, as torch and NVML may count GPUs differently; a slice of a GPU (MIG) has its own.
     """
-    try:
-        pynvml.nvmlInit()
+
+    def ask():
         uuid = torch.cuda.get_device_properties(device).uuid
         try:
             gpu = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
         except pynvml.NVMLError_NotFound:
             gpu = pynvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}")
         return question(gpu)
-    except (pynvml.NVMLError, pynvml.NVMLLibraryMismatchError) as error:
-        return f"unknown: {error}"
+
+    return _ask_nvml(ask)
 
 
-def _driver():
+def _ask_nvml(question):
     try:
         pynvml.nvmlInit()
-        return pynvml.nvmlSystemGetDriverVersion()
+        return question()
     except (pynvml.NVMLError, pynvml.NVMLLibraryMismatchError) as error:
-        return f"unknown: {error}"
+        return f"{UNKNOWN}{error}"
 
 
 def gpu_processes(gpu):
@@ -232,7 +206,7 @@ def gpu_processes(gpu):
 def _other_processes(gpu):
     found = gpu_processes(gpu)
     if found and os.getpid() not in found and torch.cuda.is_initialized():
-        return f"unknown: {len(found)} process(es), of which one may be this one under another number"
+        return f"{UNKNOWN}{len(found)} process(es), of which one may be this one under another number"
     return len(found.keys() - {os.getpid()})
 
 
@@ -240,11 +214,11 @@ def warnings(device):
     """Sentences on what makes measurements on this machine doubtful; an empty list if nothing was seen."""
     if device.type != "cuda":
         return []
-    facts, found = _gpu(device), []
-    if isinstance(facts["other_processes"], str):
-        found.append(f"Whether others use this GPU too is not known. NVML says {facts['other_processes']}.")
-    elif facts["other_processes"]:
-        found.append(f"{facts['other_processes']} other process(es) use this GPU: times and device memory are shared.")
+    others, found = _gpu(device)["other_processes"], []
+    if isinstance(others, str):
+        found.append(f"Whether others use this GPU too is not known. NVML says {others}.")
+    elif others:
+        found.append(f"{others} other process(es) use this GPU: times and device memory are shared.")
     if isinstance(cudnn := _cudnn(), int) and 92301 <= cudnn <= 92400:
         found.append("cuDNN 9.23.1 to 9.24.0 is slow on depthwise convolutions like this model's: use another version.")
     return found
@@ -253,15 +227,11 @@ def warnings(device):
 def commit():
     """The commit of this checkout, "+changes" if helpers or notebooks differ from it; without Git, helpers' digest."""
     helpers = Path(__file__).resolve().parent
-
-    def git(*words):
-        said = subprocess.run(["git", "-C", helpers, *words], capture_output=True, check=True).stdout
-        return said.decode(errors="replace").strip()  # a path's name may not be text in this locale
-
-    try:
-        if git("rev-parse", "--show-cdup") == "../":
-            return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", ".", "../notebooks") else "")
-    except (OSError, subprocess.CalledProcessError):
-        pass
+    ask = partial(subprocess.check_output, cwd=helpers, stderr=subprocess.DEVNULL)
+    with suppress(OSError, subprocess.CalledProcessError):
+        root, head = ask(["git", "rev-parse", "--show-cdup", "HEAD"], text=True).splitlines()
+        if root == "../":
+            changed = ask(["git", "status", "--porcelain", ".", "../notebooks"])
+            return head + ("+changes" if changed else "")
     code = b"".join(path.read_bytes() for path in sorted(helpers.rglob("*.py")) if path.is_file())
     return f"no Git checkout; helpers' SHA-256 is {hashlib.sha256(code).hexdigest()}"

@@ -23,12 +23,6 @@ def progress(iterable=None, **options):
     return tqdm(iterable, leave=False, disable="TQDM_DISABLE" in os.environ, **options)
 
 
-def synchronize(device):
-    """Wait until `device` has done all that was asked of it; nothing to wait for on a CPU."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-
-
 def time_block(step, steps, device, drop=0):
     """Mean seconds of one of `steps` calls of `step()`, after `drop` calls that are not timed.
 
@@ -52,39 +46,27 @@ def time_block(step, steps, device, drop=0):
     return start.elapsed_time(end) / 1000 / steps
 
 
-@dataclass(frozen=True)
-class WarmUp:
-    """How a step warmed up: seconds in all, the time of the first step, and whether the block times settled."""
-
-    seconds: float
-    first_step: float
-    settled: bool
-
-
 def _at_most(rounds):
     """`rounds`, or fewer where HALF_THE_BITS_ROUNDS says so: tests time everything, and need no narrow intervals."""
+    rounds = min(rounds, int(os.environ.get("HALF_THE_BITS_ROUNDS") or rounds))
     if rounds < 1:
-        raise ValueError(f"{rounds} rounds measure nothing; take 1 or more")
-    most = os.environ.get("HALF_THE_BITS_ROUNDS") or str(rounds)
-    if not most.isdecimal() or int(most) < 1:
-        raise ValueError(f"HALF_THE_BITS_ROUNDS is {most!r}; set it to a whole number from 1 on, or unset it")
-    return min(rounds, int(most))
+        raise ValueError(f"{rounds} rounds measure nothing; take 1 or more, and HALF_THE_BITS_ROUNDS likewise")
+    return rounds
 
 
 def warm_up(step, device, steps=5, tolerance=0.01, at_most=18):
     """Run blocks of `steps` until the medians of the last three blocks and of the three before agree within
-    `tolerance`, or until `at_most` blocks have run.
+    `tolerance`, or until `at_most` blocks have run. Returns whether they agree.
 
     Compilation, autotuning and the allocator's growth end up in here, not in what is measured afterwards.
     """
-    began = time.perf_counter()
-    first = time_block(step, 1, device)
-    blocks, settled = [], False
-    while len(blocks) < _at_most(at_most) and not settled:
+    step()
+    blocks = []
+    for _ in range(_at_most(at_most)):
         blocks.append(time_block(step, steps, device))
-        if len(blocks) >= 6:
-            settled = bool(abs(np.median(blocks[-3:]) / np.median(blocks[-6:-3]) - 1) <= tolerance)
-    return WarmUp(time.perf_counter() - began, first, settled)
+        if len(blocks) >= 6 and abs(np.median(blocks[-3:]) / np.median(blocks[-6:-3]) - 1) <= tolerance:
+            return True
+    return False
 
 
 def abba(names, rounds, seed=0):
@@ -102,7 +84,7 @@ def abba(names, rounds, seed=0):
     return order
 
 
-def compare(arms, device, images, rounds=20, steps=10, drop=2, seed=0):
+def compare(arms, device, images, rounds=20, steps=10, drop=2):
     """Time every arm in every round, in ABBA order.
 
     `arms` maps a name to a function of no argument that does one training step on `images` images. Returns a
@@ -113,7 +95,7 @@ def compare(arms, device, images, rounds=20, steps=10, drop=2, seed=0):
     rows, rounds = [], _at_most(rounds)
     with progress(total=rounds * len(arms), desc="Timing", unit="block") as bar:
         try:
-            for number, order in enumerate(abba(list(arms), rounds, seed)):
+            for number, order in enumerate(abba(list(arms), rounds)):
                 block = []
                 for name in order:
                     seconds = time_block(arms[name], steps, device, drop)
@@ -152,9 +134,9 @@ class Ratio:
         return f"{self.value:.2f} [{self.low:.2f}, {self.high:.2f}]"
 
 
-def product(*speedups, confidence=0.95, seed=0):
+def product(*speedups):
     """The product of speed-ups, each given as `(times, arm, baseline)`: ratios of median block times, with SciPy's
-    bootstrap percentile interval over rounds (all arms of a round are drawn together, in all comparisons alike).
+    95% bootstrap percentile interval over rounds (all arms of a round are drawn together, in all comparisons alike).
     With fewer than 2 rounds there is no interval, and all three numbers are NaN.
     """
     samples = []
@@ -165,9 +147,7 @@ def product(*speedups, confidence=0.95, seed=0):
     if rounds < 2:
         return Ratio(math.nan, math.nan, math.nan)
     samples = [sample[:rounds] for sample in samples]
-    interval = bootstrap(
-        samples, _ratio_of_medians, paired=True, confidence_level=confidence, method="percentile", rng=seed
-    ).confidence_interval
+    interval = bootstrap(samples, _ratio_of_medians, paired=True, method="percentile", rng=0).confidence_interval
     return Ratio(float(_ratio_of_medians(*samples, axis=0)), float(interval.low), float(interval.high))
 
 
@@ -176,9 +156,8 @@ def _ratio_of_medians(*samples, axis):
     return np.prod(medians[::2], axis=0) / np.prod(medians[1::2], axis=0)
 
 
-def speedup(times, arm, baseline, confidence=0.95, seed=0):
-    """How many times faster `arm` is than `baseline`, with its interval, as `product` of one. `times` is what `compare`
-    returned.
+def speedup(times, arm, baseline):
+    """How many times faster `arm` is than `baseline` in what `compare` returned, as a Ratio with its 95% interval.
 
     Examples
     --------
@@ -186,7 +165,7 @@ def speedup(times, arm, baseline, confidence=0.95, seed=0):
     >>> print(speedup(times, "b", "a"))
     2.00 [2.00, 2.00]
     """
-    return product((times, arm, baseline), confidence=confidence, seed=seed)
+    return product((times, arm, baseline))
 
 
 def summary(times, images, baseline):
@@ -194,17 +173,10 @@ def summary(times, images, baseline):
     over `baseline` with its 95% interval, `low` to `high`."""
     rows = {}
     for arm in dict.fromkeys([baseline, *times.arm]):
-        seconds = times.seconds[times.arm == arm]
-        low, median, high = seconds.quantile([0.25, 0.5, 0.75])
+        low, median, high = times.seconds[times.arm == arm].quantile([0.25, 0.5, 0.75])
         ratio = speedup(times, arm, baseline)
-        rows[arm] = {
-            "step (ms)": median * 1000,
-            "IQR (ms)": (high - low) * 1000,
-            "images/s": images / median,
-            "speedup": ratio.value,
-            "low": ratio.low,
-            "high": ratio.high,
-        }
+        rows[arm] = {"step (ms)": median * 1000, "IQR (ms)": (high - low) * 1000, "images/s": images / median}
+        rows[arm] |= {"speedup": ratio.value, "low": ratio.low, "high": ratio.high}
     return pd.DataFrame.from_dict(rows, orient="index")
 
 
@@ -264,27 +236,24 @@ def memory(step, device, steps=3):
         return {}
     time_block(step, steps, device)
     try:
+        if not _peak(device)["allocated"]:
+            raise RuntimeError("after a step its allocator says 0 bytes")
         torch.accelerator.empty_cache()
         torch.accelerator.reset_peak_memory_stats(device)
     except (RuntimeError, AttributeError) as error:
-        return _not_counted(device, error)
-    time_block(step, steps, device)  # outside: its errors are the caller's
-    try:
-        allocated = torch.accelerator.max_memory_allocated(device)
-        peak = {"allocated": allocated, "reserved": torch.accelerator.max_memory_reserved(device)}
-    except (RuntimeError, AttributeError) as error:
-        return _not_counted(device, error)
-    if not allocated:
-        return _not_counted(device, "after a step its allocator says 0 bytes")
+        print(f"No memory is measured on {device.type}: {error}")
+        return {}
+    time_block(step, steps, device)
+    peak = _peak(device)
     if device.type == "cuda":
         peak["process"] = ask_nvml(_our_memory, device)
         peak["device"] = ask_nvml(lambda gpu: pynvml.nvmlDeviceGetMemoryInfo(gpu).used, device)
     return peak
 
 
-def _not_counted(device, why):
-    print(f"No memory is measured on {device.type}: {why}")
-    return {}
+def _peak(device):
+    allocated = torch.accelerator.max_memory_allocated(device)
+    return {"allocated": allocated, "reserved": torch.accelerator.max_memory_reserved(device)}
 
 
 def _our_memory(gpu):
@@ -292,25 +261,20 @@ def _our_memory(gpu):
 
 
 def energy(step, images, device, seconds=10):
-    """Joules an image over at least `seconds` of calls of `step()` on `images` images, by NVML's energy counter.
+    """Joules an image over about `seconds` of calls of `step()` on `images` images, by NVML's energy counter.
 
     The counter is the whole GPU's, other processes included. None where there is no counter (CPU, old GPUs).
     """
     if device.type != "cuda":
         return None
-    count = pynvml.nvmlDeviceGetTotalEnergyConsumption
-    synchronize(device)
-    before = ask_nvml(count, device)
+    blocks = math.ceil(seconds / (10 * time_block(step, 10, device)))
+    before = ask_nvml(pynvml.nvmlDeviceGetTotalEnergyConsumption, device)  # in mJ
     if isinstance(before, str):
         return None
-    began, done = time.perf_counter(), 0
-    with progress(total=seconds, desc="Energy", unit="s") as bar:
-        while (passed := time.perf_counter() - began) < seconds:
-            bar.update(round(passed, 1) - bar.n)
-            time_block(step, 10, device)
-            done += 10
-    after = ask_nvml(count, device)
-    return None if isinstance(after, str) else (after - before) / 1000 / (done * images)
+    for _ in progress(range(blocks), desc="Energy"):
+        time_block(step, 10, device)
+    after = ask_nvml(pynvml.nvmlDeviceGetTotalEnergyConsumption, device)
+    return None if isinstance(after, str) else (after - before) / 1000 / (10 * blocks * images)
 
 
 def fitting_batch(run, batch):

@@ -26,11 +26,9 @@ def save_folder():
     """Where `save` writes: what the environment variable HALF_THE_BITS_SAVE_TO names, or else `data/records`; where
     that cannot be written, `half-the-bits-records` in the working folder or in the folder for temporary files."""
     if chosen := os.environ.get("HALF_THE_BITS_SAVE_TO"):
-        return Path(os.path.expanduser(chosen)).resolve()  # noqa: PTH111 (pathlib raises where there is no home)
-    if _is_writable(RECORDS):
-        return RECORDS
+        return Path(chosen).expanduser().resolve()
     others = [place / "half-the-bits-records" for place in (Path.cwd(), Path(tempfile.gettempdir()))]
-    return next((folder.resolve() for folder in others if _is_writable(folder)), RECORDS)
+    return next((folder.resolve() for folder in (RECORDS, *others) if _is_writable(folder)), RECORDS)
 
 
 def _is_writable(folder):
@@ -63,9 +61,8 @@ def validate(record):
     """Raise RecordError, naming every fault, unless `record` follows `data/record.schema.json`."""
     faults = [f"{fault.json_path}: {fault.message}" for fault in _validator().iter_errors(record)]
     if faults:
-        raise RecordError(
-            "This record is refused. Complete it with hardware.manifest(device):\n  " + "\n  ".join(faults)
-        )
+        asked = "This record is refused. Complete it with hardware.manifest(device):"
+        raise RecordError("\n  ".join([asked, *faults]))
 
 
 def save(record):

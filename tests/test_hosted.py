@@ -126,7 +126,6 @@ def test_gpus_are_hidden_where_the_cpu_is_asked_for(device, pip, monkeypatch):
 def test_only_the_missing_are_asked_for_and_all_else_is_pinned(installer, pip, capsys, monkeypatch):
     pip.missing = {"cv2", "pynvml", "timm"} | ({"pip"} if installer == "uv" else set())
     if installer == "pip":
-        monkeypatch.setattr(ready, "_is_there", lambda need, there=ready._is_there: there(need))
         find_spec = ready.find_spec
         monkeypatch.setattr(ready, "find_spec", lambda name: name == "pip" or find_spec(name))
     monkeypatch.setattr(ready.shutil, "which", lambda name: f"/bin/{name}")

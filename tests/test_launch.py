@@ -41,12 +41,13 @@ def processes_of(folder):
     ]
 
 
-def test_each_rank_prints_for_itself(script):
-    path = script("import os, sys\nprint(os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], sys.argv[1:])")
-    launch = torchrun(path, "--rate", 0.5)
-    assert launch.printed == [f"{rank} of 2 ['--rate', '0.5']\n" for rank in (0, 1)]
+def test_each_rank_prints_for_itself_and_has_its_share_of_the_cores(script):
+    path = script("import os, sys\nprint(*map(os.getenv, ('RANK', 'WORLD_SIZE', 'OMP_NUM_THREADS')), sys.argv[1:])")
+    launch, threads = torchrun(path, "--rate", 0.5), max(1, psutil.cpu_count() // 2)
+    lines = [f"{rank} 2 {threads} ['--rate', '0.5']" for rank in (0, 1)]
+    assert launch.printed == [f"{line}\n" for line in lines]
     assert (launch.status, launch.errors, launch.message) == (0, ["", ""], "")
-    assert str(launch) == "rank 0: 0 of 2 ['--rate', '0.5']\nrank 1: 1 of 2 ['--rate', '0.5']"
+    assert str(launch) == f"rank 0: {lines[0]}\nrank 1: {lines[1]}"
 
 
 def test_an_error_in_one_process_ends_all_and_is_told(script):
@@ -84,11 +85,6 @@ def test_a_restarted_process_goes_on_where_it_ended(script):
     path = script("import os\ncount = os.environ['TORCHELASTIC_RESTART_COUNT']\nprint(count)\nassert count == '1'")
     launch = torchrun(path, processes=1, options=("--standalone", "--max-restarts=1"))
     assert (launch.status, launch.printed) == (0, ["0\n1\n"])
-
-
-def test_processes_share_the_cores(script):
-    path = script("import os\nprint(os.environ['OMP_NUM_THREADS'])")
-    assert torchrun(path, processes=psutil.cpu_count()).printed == psutil.cpu_count() * ["1\n"]
 
 
 CHILD = """

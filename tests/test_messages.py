@@ -34,7 +34,6 @@ from tools.execute import NOTEBOOKS
 MESSAGES = messages.load()
 SYMPTOMS = messages.load("symptom")
 HALF, BF16, FP8 = torch.float16, torch.bfloat16, torch.float8_e4m3fn
-RAISERS = {}
 NOT_RAISED = {  # and why not
     "amp-unscale-not-implemented-for-bfloat16": "CUDA's kernel; the CPU's takes bf16",
     "cuda-out-of-memory-in-cross-entropy": "a GPU",
@@ -82,11 +81,6 @@ NOT_RAISED = {  # and why not
 }
 
 
-def raises(slug):
-    """Marks the function as one that raises, warns of or logs the message of that name."""
-    return lambda function: RAISERS.setdefault(slug, function)
-
-
 def said(function):
     """What function() says in exceptions, warnings, logs and prints, as a text."""
     texts = StringIO()
@@ -124,6 +118,104 @@ def process_group():
         yield init_device_mesh("cpu", (1,))
     finally:
         dist.destroy_process_group()
+
+
+RAISERS = {  # what raises, warns of or logs the message of that name
+    "gradscaler-source-state-dict-is-empty": lambda: torch.amp.GradScaler("cpu").load_state_dict(
+        torch.amp.GradScaler("cpu", enabled=False).state_dict()
+    ),
+    "outputs-must-be-a-tensor-or-an-iterable-of-tensors": lambda: torch.amp.GradScaler("cpu").scale(1.0),
+    "gradscaler-is-enabled-but-cuda-is-not-available": lambda: torch.amp.GradScaler("cuda"),
+    "cuda-is-not-available-disabling-autocast": lambda: torch.autocast("cuda"),
+    "autocast-target-dtype-is-not-supported": lambda: torch.autocast("cpu", torch.float32),
+    "autocast-expected-device-type-of-type-str": lambda: torch.autocast(torch.device("cpu")),
+    "torch-cuda-amp-autocast-is-deprecated": lambda: torch.cuda.amp.autocast(),
+    "expected-target-dtype-to-be-long": lambda: F.cross_entropy(ones(2, 3), ones(2)),
+    "expected-tensor-for-argument-indices-to-have-scalar-types-long-int": lambda: nn.Embedding(4, 4)(
+        ones(2, dtype=HALF)
+    ),
+    "tensors-used-as-indices-must-be-long": lambda: ones(4)[ones(2)],
+    "bitwise-and-not-implemented-for-half": lambda: ones(2, dtype=HALF) & ones(2, dtype=torch.bool),
+    "masked-fill-only-supports-boolean-masks": lambda: ones(2).masked_fill_(ones(2, dtype=HALF), 0),
+    "result-type-float-cannot-be-cast-to-long": lambda: F.binary_cross_entropy_with_logits(
+        ones(2), torch.tensor([0, 1])
+    ),
+    "all-tensors-must-have-the-same-dtype-bilinear": lambda: nn.Bilinear(4, 4, 4)(
+        ones(2, 4, dtype=HALF), ones(2, 4, dtype=HALF)
+    ),
+    "input-and-hidden-tensors-are-not-the-same-dtype": lambda: nn.LSTM(4, 4)(
+        ones(2, 1, 4), [ones(1, 1, 4, dtype=BF16)] * 2
+    ),
+    "mat1-and-mat2-must-have-the-same-dtype": lambda: nn.Linear(4, 4)(ones(2, 4, dtype=HALF)),
+    "expected-m1-and-m2-to-have-the-same-dtype": lambda: ones(2, 2) @ ones(2, 2, dtype=BF16),
+    "input-type-and-bias-type-should-be-the-same": lambda: nn.Conv2d(1, 1, 1)(ones(1, 1, 2, 2, dtype=HALF)),
+    "mixed-dtype-cpu-expect-parameter-to-have-scalar-type-of-float": lambda: nn.LayerNorm(4).half()(ones(2, 4)),
+    "rnn-input-dtype-does-not-match-weight-dtype": lambda: nn.LSTM(4, 4)(ones(2, 1, 4, dtype=HALF)),
+    "input-dtypes-must-be-the-same-baddbmm": lambda: torch.baddbmm(
+        ones(1, 2, 2), ones(1, 2, 2, dtype=BF16), ones(1, 2, 2, dtype=BF16)
+    ),
+    "prelu-type-promoting-not-supported": lambda: nn.PReLU()(ones(2, dtype=HALF)),
+    "expected-dtype-float-for-end-lerp": lambda: ones(2).lerp_(ones(2, dtype=HALF), 0.5),
+    "found-dtype-float-but-expected-half": lambda: F.binary_cross_entropy(ones(2, dtype=HALF), ones(2)),
+    "expected-out-tensor-to-have-dtype": lambda: torch.mm(ones(2, 2), ones(2, 2), out=ones(2, 2, dtype=HALF)),
+    "scatter-expected-self-dtype-to-be-equal-to-src-dtype": lambda: ones(4).scatter_add_(
+        0, torch.tensor([0]), ones(1, dtype=HALF)
+    ),
+    "index-copy-self-and-source-expected-to-have-the-same-dtype": lambda: ones(4).index_copy_(
+        0, torch.tensor([0]), ones(1, dtype=HALF)
+    ),
+    "index-add-self-and-source-must-have-the-same-scalar-type": lambda: ones(4).index_add_(
+        0, torch.tensor([0]), ones(1, dtype=HALF)
+    ),
+    "masked-scatter-expected-self-and-source-to-have-same-dtypes": lambda: ones(4).masked_scatter_(
+        ones(4, dtype=torch.bool), ones(4, dtype=HALF)
+    ),
+    "value-cannot-be-converted-to-type-half-without-overflow": lambda: ones(4, dtype=HALF).masked_fill(
+        ones(4, dtype=torch.bool), -1e9
+    ),
+    "none-of-the-inputs-have-requires-grad-true": lambda: checkpoint(nn.Linear(4, 4), ones(2, 4), use_reentrant=True),
+    "view-as-complex-is-only-supported-for-half-float-and-double": lambda: torch.view_as_complex(
+        ones(2, 2, dtype=BF16)
+    ),
+    "linalg-low-precision-dtypes-not-supported": lambda: torch.linalg.inv(ones(2, 2, dtype=HALF)),
+    "not-implemented-for-float8": lambda: ones(2).to(FP8).sum(),
+    "not-implemented-for-float4": lambda: ones(2).to(torch.float4_e2m1fn_x2),
+    "promotion-for-float8-types-is-not-supported": lambda: ones(2).to(FP8) + ones(2),
+    "not-implemented-for-half": lambda: torch.cdist(ones(2, 2, dtype=HALF), ones(2, 2, dtype=HALF)),
+    "fft-unsupported-dtype-half": lambda: torch.fft.fft(ones(4, dtype=HALF)),
+    "quantile-input-tensor-must-be-either-float-or-double": lambda: ones(4, dtype=HALF).quantile(0.5),
+    "expected-scalar-type-float-but-found-half": lambda: ones(1, 2, 2).bmm(ones(1, 2, 2, dtype=HALF)),
+    "got-unsupported-scalartype-bfloat16": lambda: ones(2, dtype=BF16).numpy(),
+    "cannot-convert-ndarray-of-type-bfloat16": lambda: torch.from_numpy(np.ones(2, ml_dtypes.bfloat16)),
+    "probability-tensor-contains-either-inf-nan-or-element-less-than-0": lambda: torch.multinomial(
+        torch.tensor([np.nan, 1.0]), 1
+    ),
+    "expected-parameter-of-distribution-to-satisfy-the-constraint": lambda: torch.distributions.Categorical(
+        logits=torch.full((4, 2), np.nan), validate_args=True
+    ),
+    "all-elements-of-input-should-be-between-0-and-1": lambda: F.binary_cross_entropy(torch.tensor([np.nan]), ones(1)),
+    "input-contains-nan": lambda: mean_squared_error([1.0], [np.nan]),
+    "overflow-encountered-in-cast": lambda: np.float32([1e9]).astype(np.float16),
+    "no-module-named-apex": lambda: importlib.import_module("apex"),
+    "only-tensors-of-floating-point-dtype-can-require-gradients": lambda: nn.Parameter(ones(2, dtype=torch.uint8)),
+    "nn-module-to-only-accepts-floating-point-dtypes": lambda: nn.Linear(2, 2).to(torch.int8),
+    "your-setup-doesn-t-support-bf16-gpu": lambda: arguments(bf16=True),
+    "at-most-one-of-fp16-and-bf16-can-be-true": lambda: arguments(fp16=True, bf16=True, use_cpu=True),
+    "tf32-requires-ampere-or-a-newer-gpu-arch": lambda: arguments(tf32=True),
+    "unknown-mixed-precision-mode": lambda: accelerator("float16"),
+    "lightning-optimizer-does-not-allow-for-gradient-clipping": lambda: fit(
+        lambda weights: torch.optim.SGD(weights, fused=True), gradient_clip_val=1.0
+    ),
+    "lightning-amp-and-the-lbfgs-optimizer-are-not-compatible": lambda: fit(torch.optim.LBFGS),
+    "lightning-amp-with-fp16-is-not-supported-on-cpu": lambda: trainer(precision="16-mixed"),
+    "lightning-precision-16-is-supported-for-historical-reasons": lambda: trainer(precision=16),
+    "lightning-precision-is-invalid": lambda: trainer(precision="fp16"),
+}
+
+
+def raises(slug):
+    """Adds a function of several lines to RAISERS."""
+    return lambda function: RAISERS.setdefault(slug, function)
 
 
 @raises("attempting-to-unscale-fp16-gradients")
@@ -171,11 +263,6 @@ def _():
     scaler.step(optimizer, closure=lambda: 0)
 
 
-@raises("gradscaler-source-state-dict-is-empty")
-def _():
-    torch.amp.GradScaler("cpu").load_state_dict(torch.amp.GradScaler("cpu", enabled=False).state_dict())
-
-
 @raises("gradscaler-may-only-be-pickled-at-the-beginning")
 def _():
     optimizer, scaler = started()
@@ -183,35 +270,10 @@ def _():
     pickle.dumps(scaler)
 
 
-@raises("outputs-must-be-a-tensor-or-an-iterable-of-tensors")
-def _():
-    torch.amp.GradScaler("cpu").scale(1.0)
-
-
-@raises("gradscaler-is-enabled-but-cuda-is-not-available")
-def _():
-    torch.amp.GradScaler("cuda")
-
-
 @raises("lr-scheduler-step-before-optimizer-step")
 def _():
     optimizer, _ = started()
     torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5).step()
-
-
-@raises("cuda-is-not-available-disabling-autocast")
-def _():
-    torch.autocast("cuda")
-
-
-@raises("autocast-target-dtype-is-not-supported")
-def _():
-    torch.autocast("cpu", torch.float32)
-
-
-@raises("autocast-expected-device-type-of-type-str")
-def _():
-    torch.autocast(torch.device("cpu"))
 
 
 @raises("binary-cross-entropy-is-unsafe-to-autocast")
@@ -222,51 +284,6 @@ def _():
             F.binary_cross_entropy(ones(2, dtype=HALF, device="cuda"), ones(2, device="cuda"))
     finally:
         torch.set_autocast_enabled("cuda", False)
-
-
-@raises("torch-cuda-amp-autocast-is-deprecated")
-def _():
-    torch.cuda.amp.autocast()
-
-
-@raises("expected-target-dtype-to-be-long")
-def _():
-    F.cross_entropy(ones(2, 3), ones(2))
-
-
-@raises("expected-tensor-for-argument-indices-to-have-scalar-types-long-int")
-def _():
-    nn.Embedding(4, 4)(ones(2, dtype=HALF))
-
-
-@raises("tensors-used-as-indices-must-be-long")
-def _():
-    ones(4)[ones(2)]
-
-
-@raises("bitwise-and-not-implemented-for-half")
-def _():
-    ones(2, dtype=HALF) & ones(2, dtype=torch.bool)
-
-
-@raises("masked-fill-only-supports-boolean-masks")
-def _():
-    ones(2).masked_fill_(ones(2, dtype=HALF), 0)
-
-
-@raises("result-type-float-cannot-be-cast-to-long")
-def _():
-    F.binary_cross_entropy_with_logits(ones(2), torch.tensor([0, 1]))
-
-
-@raises("all-tensors-must-have-the-same-dtype-bilinear")
-def _():
-    nn.Bilinear(4, 4, 4)(ones(2, 4, dtype=HALF), ones(2, 4, dtype=HALF))
-
-
-@raises("input-and-hidden-tensors-are-not-the-same-dtype")
-def _():
-    nn.LSTM(4, 4)(ones(2, 1, 4), [ones(1, 1, 4, dtype=BF16)] * 2)
 
 
 class Product(torch.autograd.Function):
@@ -291,89 +308,14 @@ def _():
         print(traceback.format_exc())
 
 
-@raises("mat1-and-mat2-must-have-the-same-dtype")
-def _():
-    nn.Linear(4, 4)(ones(2, 4, dtype=HALF))
-
-
-@raises("expected-m1-and-m2-to-have-the-same-dtype")
-def _():
-    ones(2, 2) @ ones(2, 2, dtype=BF16)
-
-
-@raises("input-type-and-bias-type-should-be-the-same")
-def _():
-    nn.Conv2d(1, 1, 1)(ones(1, 1, 2, 2, dtype=HALF))
-
-
-@raises("mixed-dtype-cpu-expect-parameter-to-have-scalar-type-of-float")
-def _():
-    nn.LayerNorm(4).half()(ones(2, 4))
-
-
-@raises("rnn-input-dtype-does-not-match-weight-dtype")
-def _():
-    nn.LSTM(4, 4)(ones(2, 1, 4, dtype=HALF))
-
-
-@raises("input-dtypes-must-be-the-same-baddbmm")
-def _():
-    torch.baddbmm(ones(1, 2, 2), ones(1, 2, 2, dtype=BF16), ones(1, 2, 2, dtype=BF16))
-
-
-@raises("prelu-type-promoting-not-supported")
-def _():
-    nn.PReLU()(ones(2, dtype=HALF))
-
-
-@raises("expected-dtype-float-for-end-lerp")
-def _():
-    ones(2).lerp_(ones(2, dtype=HALF), 0.5)
-
-
-@raises("found-dtype-float-but-expected-half")
-def _():
-    F.binary_cross_entropy(ones(2, dtype=HALF), ones(2))
-
-
-@raises("expected-out-tensor-to-have-dtype")
-def _():
-    torch.mm(ones(2, 2), ones(2, 2), out=ones(2, 2, dtype=HALF))
-
-
 @raises("index-put-requires-the-source-and-destination-dtypes-match")
 def _():
     ones(4)[torch.tensor([0])] = ones(1, dtype=HALF)
 
 
-@raises("scatter-expected-self-dtype-to-be-equal-to-src-dtype")
-def _():
-    ones(4).scatter_add_(0, torch.tensor([0]), ones(1, dtype=HALF))
-
-
-@raises("index-copy-self-and-source-expected-to-have-the-same-dtype")
-def _():
-    ones(4).index_copy_(0, torch.tensor([0]), ones(1, dtype=HALF))
-
-
-@raises("index-add-self-and-source-must-have-the-same-scalar-type")
-def _():
-    ones(4).index_add_(0, torch.tensor([0]), ones(1, dtype=HALF))
-
-
-@raises("masked-scatter-expected-self-and-source-to-have-same-dtypes")
-def _():
-    ones(4).masked_scatter_(ones(4, dtype=torch.bool), ones(4, dtype=HALF))
-
-
 @raises("attempting-to-assign-a-gradient-with-dtype")
 def _():
     nn.Parameter(ones(2)).grad = ones(2, dtype=HALF)
-
-
-@raises("value-cannot-be-converted-to-type-half-without-overflow")
-def _():
-    ones(4, dtype=HALF).masked_fill(ones(4, dtype=torch.bool), -1e9)
 
 
 @raises("mismatch-dtype-between-input-and-weight-rms-norm")
@@ -395,11 +337,6 @@ def _():
 def _():
     with process_group():
         dist.all_reduce(ones(2).to(FP8))
-
-
-@raises("none-of-the-inputs-have-requires-grad-true")
-def _():
-    checkpoint(nn.Linear(4, 4), ones(2, 4), use_reentrant=True)
 
 
 @raises("fsdp-expects-uniform-original-parameter-dtype")
@@ -459,81 +396,6 @@ def _():
         F.scaled_dot_product_attention(q, q, q)
 
 
-@raises("view-as-complex-is-only-supported-for-half-float-and-double")
-def _():
-    torch.view_as_complex(ones(2, 2, dtype=BF16))
-
-
-@raises("linalg-low-precision-dtypes-not-supported")
-def _():
-    torch.linalg.inv(ones(2, 2, dtype=HALF))
-
-
-@raises("not-implemented-for-float8")
-def _():
-    ones(2).to(FP8).sum()
-
-
-@raises("not-implemented-for-float4")
-def _():
-    ones(2).to(torch.float4_e2m1fn_x2)
-
-
-@raises("promotion-for-float8-types-is-not-supported")
-def _():
-    ones(2).to(FP8) + ones(2)
-
-
-@raises("not-implemented-for-half")
-def _():
-    torch.cdist(ones(2, 2, dtype=HALF), ones(2, 2, dtype=HALF))
-
-
-@raises("fft-unsupported-dtype-half")
-def _():
-    torch.fft.fft(ones(4, dtype=HALF))
-
-
-@raises("quantile-input-tensor-must-be-either-float-or-double")
-def _():
-    ones(4, dtype=HALF).quantile(0.5)
-
-
-@raises("expected-scalar-type-float-but-found-half")
-def _():
-    ones(1, 2, 2).bmm(ones(1, 2, 2, dtype=HALF))
-
-
-@raises("got-unsupported-scalartype-bfloat16")
-def _():
-    ones(2, dtype=BF16).numpy()
-
-
-@raises("cannot-convert-ndarray-of-type-bfloat16")
-def _():
-    torch.from_numpy(np.ones(2, ml_dtypes.bfloat16))
-
-
-@raises("probability-tensor-contains-either-inf-nan-or-element-less-than-0")
-def _():
-    torch.multinomial(torch.tensor([np.nan, 1.0]), 1)
-
-
-@raises("expected-parameter-of-distribution-to-satisfy-the-constraint")
-def _():
-    torch.distributions.Categorical(logits=torch.full((4, 2), np.nan), validate_args=True)
-
-
-@raises("all-elements-of-input-should-be-between-0-and-1")
-def _():
-    F.binary_cross_entropy(torch.tensor([np.nan]), ones(1))
-
-
-@raises("input-contains-nan")
-def _():
-    mean_squared_error([1.0], [np.nan])
-
-
 @raises("total-norm-is-non-finite-so-it-cannot-be-clipped")
 def _():
     weight = nn.Parameter(ones(1))
@@ -545,16 +407,6 @@ def _():
 def _():
     with torch.autograd.detect_anomaly():
         (0 * torch.zeros(1, requires_grad=True).sqrt()).backward()
-
-
-@raises("overflow-encountered-in-cast")
-def _():
-    np.float32([1e9]).astype(np.float16)
-
-
-@raises("no-module-named-apex")
-def _():
-    importlib.import_module("apex")
 
 
 @raises("scaled-mm-expected-size-to-be-divisible-by-16")
@@ -612,16 +464,6 @@ def _():
     torch.optim.AdamW([weight], fused=True).step()
 
 
-@raises("only-tensors-of-floating-point-dtype-can-require-gradients")
-def _():
-    nn.Parameter(ones(2, dtype=torch.uint8))
-
-
-@raises("nn-module-to-only-accepts-floating-point-dtypes")
-def _():
-    nn.Linear(2, 2).to(torch.int8)
-
-
 def arguments(folder="unused", **more):
     from transformers import TrainingArguments
 
@@ -645,21 +487,6 @@ def _():
     Trainer(
         model, arguments(max_steps=1, logging_steps=1, use_cpu=True, disable_tqdm=True), train_dataset=texts
     ).train()
-
-
-@raises("your-setup-doesn-t-support-bf16-gpu")
-def _():
-    arguments(bf16=True)
-
-
-@raises("at-most-one-of-fp16-and-bf16-can-be-true")
-def _():
-    arguments(fp16=True, bf16=True, use_cpu=True)
-
-
-@raises("tf32-requires-ampere-or-a-newer-gpu-arch")
-def _():
-    arguments(tf32=True)
 
 
 @raises("torch-dtype-is-deprecated-use-dtype-instead")
@@ -704,11 +531,6 @@ def _():
         AcceleratorState._reset_state(True)
 
 
-@raises("unknown-mixed-precision-mode")
-def _():
-    accelerator("float16")
-
-
 def trainer(**more):
     import lightning
 
@@ -743,31 +565,6 @@ def _():
     from lightning.pytorch.callbacks import EarlyStopping
 
     fit(loss=np.nan, callbacks=[EarlyStopping("train_loss", check_on_train_epoch_end=True, verbose=True)])
-
-
-@raises("lightning-optimizer-does-not-allow-for-gradient-clipping")
-def _():
-    fit(lambda weights: torch.optim.SGD(weights, fused=True), gradient_clip_val=1.0)
-
-
-@raises("lightning-amp-and-the-lbfgs-optimizer-are-not-compatible")
-def _():
-    fit(torch.optim.LBFGS)
-
-
-@raises("lightning-amp-with-fp16-is-not-supported-on-cpu")
-def _():
-    trainer(precision="16-mixed")
-
-
-@raises("lightning-precision-16-is-supported-for-historical-reasons")
-def _():
-    trainer(precision=16)
-
-
-@raises("lightning-precision-is-invalid")
-def _():
-    trainer(precision="fp16")
 
 
 @raises("lightning-bf16-mixed-does-not-use-a-scaler")

@@ -62,21 +62,21 @@ def test_two_runs_in_one_second_are_both_kept(folder):
     assert records.save(first) != records.save(second)
 
 
-@pytest.mark.parametrize("part", ["when", "what", "device", "software", "precision", "commit", "results"])
-def test_record_without_provenance_is_refused(folder, part):
-    record = a_record()
-    del record[part]
+PARTS = ["when", "what", "device", "software", "precision", "commit", "results"]
+
+
+@pytest.mark.parametrize(
+    "path", [*PARTS, *(f"software {name}" for name in ("torch", "cuda", "cudnn", "timm", "python"))]
+)
+def test_record_without_provenance_is_refused(folder, path):
+    record = within = a_record()
+    *above, part = path.split()
+    for name in above:
+        within = within[name]
+    del within[part]
     with pytest.raises(records.RecordError, match=f"'{part}' is a required property"):
         records.save(record)
     assert not list(folder.iterdir())
-
-
-@pytest.mark.parametrize("part", ["torch", "cuda", "cudnn", "timm", "python"])
-def test_each_version_is_required(part):
-    record = a_record()
-    del record["software"][part]
-    with pytest.raises(records.RecordError, match=part):
-        records.validate(record)
 
 
 def test_gpu_record_needs_its_driver_and_uuid():

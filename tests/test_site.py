@@ -20,7 +20,6 @@ from tests.browser import BROWSER, TRACEBACK, move_every_input
 from tools.execute import NOTEBOOKS
 
 ROOT = NOTEBOOKS.parent
-SIGNED = [name for name in FORMATS if FORMATS[name].signed]
 
 
 def build(source, output):
@@ -183,7 +182,7 @@ def test_no_page_is_wider_than_a_phone_or_logs_an_error(pages, page):
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome on the PATH")
-@pytest.mark.parametrize("name", SIGNED)
+@pytest.mark.parametrize("name", FORMATS)
 def test_explorer_on_the_site_computes_as_helpers_formats(site, page, name):
     """All codes up to 16 bits, 10,000 of the longer formats; 10,000 values and all ties between them."""
     form, rng = FORMATS[name], np.random.default_rng(0)

@@ -106,7 +106,7 @@ def write_scripts(app):
     draw_charts = (HERE / "draw_charts.js").read_text(encoding="utf-8")
     bundle = javascript_bundle(draw_charts, vl_version="5.8")
     (folder / "vega.js").write_text(f"(() => {{{bundle}}})()", encoding="utf-8")
-    formats = [facts_of(form) for form in FORMATS.values() if form.signed]
+    formats = [facts_of(form) for form in FORMATS.values()]
     (folder / "formats.js").write_text(f"const FLOAT_FORMATS = {json.dumps(formats)};", encoding="utf-8")
 
 
