@@ -37,7 +37,6 @@ def _floats(answer, images):
     },
     observe=_floats,
     rel=2e-7,
-    show=lambda images: "",
 )
 def to_float01(images):
     """`to_float01(images)` turns uint8 (N, H, W, 3) into float32 (N, 3, H, W) in [0, 1], the input left as it was."""

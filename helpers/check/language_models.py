@@ -45,7 +45,6 @@ def rotated(x, positions, frequencies):
         "True where it moves, not where it stays.": ("!=", "=="),
         "The spacing is not the same everywhere.": ("stored * beta != stored", "1 - beta > torch.finfo(dtype).eps / 2"),
     },
-    observe=lambda answer, moment, beta, dtype: bool(answer(moment, beta, dtype)),
     show=lambda moment, beta, dtype: f"{moment:g} times {beta:g} in {dtype}",
 )
 def moves(moment, beta, dtype):

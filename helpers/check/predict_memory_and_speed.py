@@ -33,10 +33,13 @@ def _size(tensor):
 @exercise(
     cases=_networks,
     mistakes={
-        "You count every tensor that is seen, weights too.": ("kept.values()", "map(_size, seen)"),
+        "You count every tensor that is seen, weights too.": ("kept.values()", "tensor.nbytes for tensor in seen"),
         "The model's own parameters and buffers are not activations.": ("*model.parameters(), *model.buffers()", ""),
         "Batch norm's running statistics are buffers: leave them out.": (", *model.buffers()", ""),
-        "Some tensors share their memory: count it once.": ("_memory(tensor): ", "object(): "),
+        "Some tensors share their memory: count it once.": (
+            "_memory(tensor): _size(tensor)",
+            "object(): tensor.nbytes",
+        ),
         "A view may begin elsewhere in the same memory.": ("{_memory(tensor): ", "{tensor.data_ptr(): "),
         "A view keeps the whole memory that it is part of.": ("_size(tensor)", "tensor.nbytes"),
     },
@@ -62,9 +65,6 @@ def kept_bytes(model, images):
         "First the seconds, then the word.": lambda *op: best_time.reference(*op)[::-1],
     },
     rel=1e-6,
-    show=lambda flops, moved, rate, bandwidth: (
-        f"{flops:g} FLOPs at {rate:g} FLOP/s and {moved:g} bytes at {bandwidth:g} bytes/s"
-    ),
 )
 def best_time(flops, bytes, rate, bandwidth):
     """`best_time(flops, bytes, rate, bandwidth)` is the time of an op by the roofline, and what it waits for."""

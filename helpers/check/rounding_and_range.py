@@ -10,13 +10,7 @@ from helpers.formats import FORMATS
 
 
 @exercise(
-    cases=[
-        (1.0, "fp16"),
-        (1 + 2**-10, "fp16"),
-        (1 + 2**-9, "fp16"),
-        (1 + 2**-7, "bf16"),
-        (0.5 + 2**-11, "fp16"),
-    ],
+    cases=[(1.0, "fp16"), (1 + 2**-10, "fp16"), (1 + 2**-9, "fp16"), (1 + 2**-7, "bf16"), (0.5 + 2**-11, "fp16")],
     mistakes={
         "Half of the spacing moves an odd significand: the tie goes to the even one.": ("spacing / 2", "spacing"),
         "With half of the spacing a tie stays where the significand is even.": ("else spacing", "else spacing / 2"),
@@ -33,16 +27,14 @@ def smallest_step(weight, name):
     return spacing / 2 if odd else spacing
 
 
+def _to_sum():
+    random = torch.rand(3000, generator=torch.Generator().manual_seed(0))
+    some = torch.ones(4096), torch.tensor([1000, 1]), torch.tensor([1, 1000, 2]), random
+    return [(terms.half(),) for terms in some]
+
+
 @exercise(
-    cases=lambda: [
-        (terms.half(),)
-        for terms in (
-            torch.ones(4096),
-            torch.tensor([1000, 1]),
-            torch.tensor([1, 1000, 2]),
-            torch.rand(3000, generator=torch.Generator().manual_seed(0)),
-        )
-    ],
+    cases=_to_sum,
     mistakes={
         "The total stalls: the correction is missing, or wrong.": lambda terms: functools.reduce(torch.add, terms),
     },
@@ -56,16 +48,7 @@ def kahan_sum(terms):
 @exercise(
     cases=lambda: [
         (torch.tensor(numbers, dtype=torch.float16),)
-        for numbers in (
-            [3.0, 4.0],
-            [300.0] * 5,
-            [65504.0, 65504.0],
-            [1e-4] * 3,
-            [6e-8, 6e-8],
-            [0.0, 0.0],
-            [[-2.0, 0.0], [0.0, 0.0]],
-            [1.0] * 70_000,
-        )
+        for numbers in ([3, 4], [300] * 5, [65504] * 2, [1e-4] * 3, [6e-8] * 2, [0, 0], [[-2, 0], [0, 0]], [1] * 70_000)
     ],
     mistakes={
         "A square, or the sum of squares, overflowed.": (".float()", ""),
