@@ -19,10 +19,14 @@ def _floats(answer, images):
     handed_in = images.clone()
     given = answer(handed_in)
     try:
-        answer(images.to("meta"))  # a device that holds no numbers
+        on_meta = answer(images.to("meta"))  # a device that holds no numbers
     except Reply:
         raise Reply("Stay with tensors, which can be on a device: take no detour over NumPy or .cpu().") from None
-    return {"the sum of the bytes that were handed in": handed_in.sum().item(), "your batch": given}
+    return {
+        "the sum of the bytes that were handed in": handed_in.sum().item(),
+        "your batch": given,
+        "the device of a batch on 'meta'": on_meta.device.type,
+    }
 
 
 @exercise(

@@ -36,10 +36,7 @@ def _size(tensor):
         "You count every tensor that is seen, weights too.": ("kept.values()", "tensor.nbytes for tensor in seen"),
         "The model's own parameters and buffers are not activations.": ("*model.parameters(), *model.buffers()", ""),
         "Batch norm's running statistics are buffers: leave them out.": (", *model.buffers()", ""),
-        "Some tensors share their memory: count it once.": (
-            "_memory(tensor): _size(tensor)",
-            "object(): tensor.nbytes",
-        ),
+        "Some tensors share memory: count it once.": ("_memory(tensor): _size(tensor)", "object(): tensor.nbytes"),
         "A view may begin elsewhere in the same memory.": ("{_memory(tensor): ", "{tensor.data_ptr(): "),
         "A view keeps the whole memory that it is part of.": ("_size(tensor)", "tensor.nbytes"),
     },
