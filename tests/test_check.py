@@ -70,7 +70,7 @@ def test_mistake_is_recognised_by_its_own_hint(each, hint, mistake, capsys):
 
 @exercise(
     cases=[Case((2.0,)), Case((-3.0,), "The root is that of the square of x.")],
-    mistakes={"Multiply it by itself, not by 2.": ("x * x", "2 * x")},
+    mistakes={"Multiply it by itself, not by 2.": lambda x: 2 * x},
 )
 def square(x):
     """The square of a number."""
@@ -164,11 +164,6 @@ def test_a_hint_must_fit_all_cases_so_far(capsys):
     assert "Multiply" not in said(square, lambda x: 4.0 if x == 2 else 2 * x + 1, capsys)
 
 
-def test_a_mistake_must_change_something():
-    with pytest.raises(ValueError, match=r"'x \+ x' is not in square"):
-        exercise(cases=[(2.0,)], mistakes={"Add": ("x + x", "x")})(square.reference)
-
-
 def test_pictures_stand_below_a_wrong_answer(capsys):
     words = said(check.decode_fp16, lambda code: 1.0, capsys)
     assert words.splitlines()[1].startswith("fp16       0 | 01111 | 1000000000   1.5")
@@ -179,8 +174,3 @@ def test_patient_d_fits_two_cases(case, capsys):
     answers = {"A": "The scale that only falls", "B": "Skipped first steps", "C": "The loss that stands still"}
     answers |= {"D": case, "E": "A loss of squares"}
     assert said(check.case_of, answers.get, capsys).startswith("Right. ")
-
-
-def test_a_wrong_case_does_not_tell_the_right_one(capsys):
-    words = said(check.case_of, lambda patient: "Fine-tuning in fp16", capsys)
-    assert words.startswith("Not right yet: patient A is not 'Fine-tuning in fp16'. Infinities would end")

@@ -3,32 +3,60 @@
 import math
 
 import torch
-from torch.nn import functional as F
+from torch.nn import functional
 
-from helpers.check.exercise import exercise
+from helpers.check.exercise import Reply, exercise
 from helpers.formats import FORMATS
+
+_E4M3, _FP4 = "fp8_e4m3fn", "fp4_e2m1fn"
+
+
+def _exponent(answer, amax, name):
+    exponent = answer(amax, name)
+    if not -127 <= exponent <= 127:
+        raise Reply(f"for amax {amax:g} in {name} you give {exponent}. E8M0 holds -127 to 127.")
+    return exponent
+
+
+def _rounded_up(amax, name, add=0):
+    return min(max(math.ceil(math.log2(amax / FORMATS[name].max)) + add, -127), 127) if amax else -127
+
+
+def _floor_rule(amax, name):
+    return math.frexp(amax)[1] - math.frexp(FORMATS[name].max)[1] if amax else -127
 
 
 @exercise(
     cases=[
-        *((amax, "fp8_e4m3fn") for amax in (448.0, 449.0, 512.0, 0.01, 1e-40)),
-        *((amax, "fp4_e2m1fn") for amax in (5.0, 0.4, 0.0, 1e39)),
+        (448.0, _E4M3),
+        (449.0, _E4M3),
+        (512.0, _E4M3),
+        (0.01, _E4M3),
+        (5.0, _FP4),
+        (0.4, _FP4),
+        (0.0, _FP4),
+        (1e-40, _E4M3),
+        (1e39, _FP4),
     ],
     mistakes={
-        "The largest numbers are cut off: round the exponent up.": ("exponent += 1", "pass"),
-        "A smaller scale keeps more of the small numbers.": ("max(exponent", "max(exponent + 1"),
-        "E8M0 holds -127 to 127.": ("min(max(exponent, -127), 127)", "exponent"),
+        "The largest numbers are cut off: round the exponent up.": _floor_rule,
+        "A smaller scale keeps more of the small numbers.": lambda amax, name: _rounded_up(amax, name, add=1),
+        "E8M0 holds -127 to 127.": lambda amax, name: math.ceil(math.log2(amax / FORMATS[name].max)) if amax else -127,
     },
+    observe=_exponent,
     show=lambda amax, name: f"amax {amax:g} in {name}",
 )
 def block_exponent(amax, name):
     """`block_exponent(amax, name)` is the smallest exponent of an E8M0 scale that leaves nothing past the end."""
-    if amax == 0:
-        return -127
-    exponent = math.frexp(amax)[1] - math.frexp(FORMATS[name].max)[1]
-    if amax > FORMATS[name].max * 2.0**exponent:
-        exponent += 1
-    return min(max(exponent, -127), 127)
+    return _rounded_up(amax, name)
+
+
+def _clamped(x):
+    return x.clamp(-57344, 57344)
+
+
+def _with_noise(x, noise):
+    return ((x.view(torch.int16) + noise) & -256).view(torch.float16)
 
 
 @exercise(
@@ -38,16 +66,23 @@ def block_exponent(amax, name):
         for number in (1.0, 1.1, -1.1, 1.24, 3e-6, -40000.0, 57344.0, 65504.0, -60000.0, 0.0)
     ],
     mistakes={
-        "That is rounding to nearest.": lambda x, noise: x.clamp(-57344, 57344).to(torch.float8_e5m2).half(),
-        "Clamp to 57344 first.": (".clamp(-57344, 57344)", ""),
-        "The low byte is still there: cut it off.": (" & -256", ""),
+        "That is rounding to nearest.": lambda x, noise: _clamped(x).to(torch.float8_e5m2).half(),
+        "Clamp to 57344 first.": _with_noise,
+        "The low byte is still there: cut it off.": lambda x, noise: (_clamped(x).view(torch.int16) + noise).view(
+            torch.float16
+        ),
+        "Return fp16.": lambda x, noise: x.float(),
     },
     show=lambda x, noise: f"{x.item():g} with noise {noise.item()}",
 )
 def to_e5m2(x, noise):
     """`to_e5m2(x, noise)` rounds fp16 to E5M2 numbers stochastically, adding `noise` to the bits."""
-    bits = x.clamp(-57344, 57344).view(torch.int16) + noise
-    return (bits & -256).view(torch.float16)
+    return _with_noise(_clamped(x), noise)
+
+
+def _tiles(x, rows, columns):
+    padded = functional.pad(x, (0, -x.shape[1] % columns, 0, -x.shape[0] % rows))
+    return padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
 
 
 @exercise(
@@ -56,13 +91,19 @@ def to_e5m2(x, noise):
         for rows, columns in ((1, 3), (3, 1), (1, 2), (2, 2), (2, 3), (4, 4))
     ],
     mistakes={
-        "The largest absolute value: -7 counts as 7.": ("x.abs()", "x"),
-        "A tile has rows and columns: take the largest over both.": ("amax((1, 3))", "amax(3).flatten(0, 1)"),
-        "What is left over at the right and below is a tile too.": ("-x.shape[1] % columns", "-(x.shape[1] % columns)"),
+        "The largest absolute value: -7 counts as 7.": lambda x, rows, columns: _tiles(x, rows, columns).amax((1, 3)),
+        "A tile has rows and columns: take the largest over both.": lambda x, rows, columns: (
+            _tiles(x, rows, columns).abs().amax(3).flatten(0, 1)
+        ),
+        "One number a tile: the sizes of 1 should go.": lambda x, rows, columns: (
+            _tiles(x, rows, columns).abs().amax((1, 3), keepdim=True)
+        ),
+        "What is left over at the right and below is a tile too.": lambda x, rows, columns: (
+            _tiles(x[: len(x) // rows * rows, : x.shape[1] // columns * columns], rows, columns).abs().amax((1, 3))
+        ),
     },
     show=lambda x, rows, columns: f"{x.tolist()} in tiles of {rows} x {columns}",
 )
 def tile_amax(x, rows, columns):
     """`tile_amax(x, rows, columns)` is the largest absolute value of each tile of a matrix of any size."""
-    x = F.pad(x.abs(), (0, -x.shape[1] % columns, 0, -x.shape[0] % rows))
-    return x.unflatten(1, (-1, columns)).unflatten(0, (-1, rows)).amax((1, 3))
+    return _tiles(x, rows, columns).abs().amax((1, 3))

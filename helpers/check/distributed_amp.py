@@ -1,24 +1,34 @@
 """Exercises of the notebook on many processes."""
 
+import functools
 import math
 
+import numpy as np
 from torch.utils.data import DistributedSampler
 
-from helpers.check.exercise import Case, exercise
+from helpers.check.exercise import equal, exercise
+
+_near = functools.partial(equal, rel=1e-6)
 
 
 @exercise(
     cases=[
-        Case((length, rank, world), hint)
-        for length, world, hint in [
-            (6, 2, "Deal the indices like cards, one each in turn."),
-            (10, 3, "All processes must get the same number: go on dealing from the beginning."),
-            (7, 1, ""),
-            (2, 5, "What is short is filled up, with all of the indices more than once if need be."),
-            (12, 5, ""),
-        ]
-        for rank in range(world)
+        (length, rank, world) for length, world in [(6, 2), (10, 3), (7, 1), (2, 5), (12, 5)] for rank in range(world)
     ],
+    mistakes={
+        "All processes must get the same number: go on dealing from the beginning.": lambda length, rank, world: list(
+            range(length)
+        )[rank::world],
+        "Deal the indices like cards, one each in turn.": lambda length, rank, world: list(range(length))[
+            rank * length // world : (rank + 1) * length // world
+        ],
+        "These are the same ones, in another order.": lambda length, rank, world: shard.reference(length, rank, world)[
+            ::-1
+        ],
+        "Nothing is left out: what is short is filled up.": lambda length, rank, world: list(
+            range(length - length % world)
+        )[rank::world],
+    },
     observe=lambda answer, *deal: [int(index) for index in answer(*deal)],
     show=lambda length, rank, world: f"process {rank} of {world} and {length} indices",
 )
@@ -30,11 +40,16 @@ def shard(length, rank, world):
 @exercise(
     cases=[(1000, 4, 1), (10**6, 4, 2), (10**6, 2, 2), (10**6, 4, 3), (4_008_829, 2, 8)],
     mistakes={
-        "The sums go round the ring once, and the finished averages once more.": ("2 * ", ""),
-        "A process alone sends nothing.": ("2 * (world - 1) / world * ", ""),
-        "Each sends a part of the sum at a time, 1/world of it.": (" / world", ""),
+        "The sums go round the ring once, and the finished averages once more.": lambda weights, size, world: (
+            (world - 1) / world * weights * size
+        ),
+        "A process alone sends nothing.": lambda weights, size, world: weights * size,
+        "Each sends a part of the sum at a time, 1/world of it.": lambda weights, size, world: (
+            2 * (world - 1) * weights * size
+        ),
     },
-    rel=1e-6,
+    observe=lambda answer, *ring: float(answer(*ring)),
+    same=_near,
     show=lambda weights, size, world: f"{weights:,} weights of {size} bytes and {world} processes",
 )
 def bytes_sent(weights, bytes_each, world):
@@ -45,10 +60,13 @@ def bytes_sent(weights, bytes_each, world):
 @exercise(
     cases=[([0.5, 1.0], [10, 10]), ([0.5, 1.0], [30, 10]), ([0.25, math.nan, 0.75], [4, 0, 12])],
     mistakes={
-        "A process with more images weighs more.": lambda means, counts: sum(means) / len(means),
-        "NaN times 0 is NaN; leave out who saw nothing.": (" if count", ""),
+        "A process with more images weighs more.": lambda means, counts: float(np.nanmean(means)),
+        "NaN times 0 is NaN; leave out who saw nothing.": lambda means, counts: (
+            sum(mean * count for mean, count in zip(means, counts)) / sum(counts)
+        ),
     },
-    rel=1e-6,
+    observe=lambda answer, means, counts: float(answer(list(means), list(counts))),
+    same=_near,
     show=lambda means, counts: f"means {means} over {counts} images",
 )
 def mean_over_processes(means, counts):

@@ -1,12 +1,12 @@
 """Exercises of the notebook on faster training."""
 
+import functools
 import weakref
 
 import numpy as np
 import torch
-from torch.overrides import TorchFunctionMode
 
-from helpers.check.exercise import Reply, exercise
+from helpers.check.exercise import Reply, equal, exercise
 
 
 def _bytes():
@@ -18,149 +18,241 @@ def _bytes():
 def _floats(answer, images):
     handed_in = images.clone()
     given = answer(handed_in)
-    try:
-        on_meta = answer(images.to("meta"))  # a device that holds no numbers
-    except Reply:
-        raise Reply("Stay with tensors, which can be on a device: take no detour over NumPy or .cpu().") from None
+    if not isinstance(given, torch.Tensor):
+        raise Reply(f"you return {type(given).__name__}. Stay with tensors, which can be on a device.")
     return {
         "the sum of the bytes that were handed in": handed_in.sum().item(),
         "your batch": given,
-        "the device of a batch on 'meta'": on_meta.device.type,
+        "the device of a batch on 'meta'": answer(images.to("meta")).device.type,
     }
+
+
+def _changed(images):
+    images.add_(1)
+    return images.permute(0, 3, 1, 2) / 255
 
 
 @exercise(
     cases=_bytes,
     mistakes={
-        "The values go up to 255. Divide by 255.": (".div(255)", ""),
-        "Divide by 255, so that the largest byte becomes 1.": ("255", "256"),
-        "// cuts off. Make it float before you divide, with /.": (".float().div(255)", ".floor_divide(255).float()"),
-        "The colours are mixed up: use permute, not reshape.": ("permute(0, 3, 1, 2)", "reshape(2, 3, 4, 6)"),
-        "Work on a copy, such as images.float().": ("images.permute", "images.bitwise_not_().permute"),
-        "take no detour over NumPy or .cpu().": lambda images: images.numpy().transpose(0, 3, 1, 2) / 255,
+        "The values go up to 255. Divide by 255.": lambda images: images.permute(0, 3, 1, 2).float(),
+        "Divide by 255, so that the largest byte becomes 1.": lambda images: images.permute(0, 3, 1, 2).float() / 256,
+        "// cuts off. Make it float before you divide, with /.": lambda images: (
+            images.permute(0, 3, 1, 2) // 255
+        ).float(),
+        "The colours are mixed up: reshape cuts them apart. Use permute.": lambda images: (
+            images.reshape(2, 3, 4, 6).float() / 255
+        ),
+        "The colours come second. Use permute.": lambda images: images.float() / 255,
+        "Red and blue have changed places.": lambda images: images.permute(0, 3, 1, 2).flip(1).float() / 255,
+        "Rows and columns have changed places. Permute to (0, 3, 1, 2).": lambda images: (
+            images.permute(0, 3, 2, 1).float() / 255
+        ),
+        "Make it float32.": lambda images: images.permute(0, 3, 1, 2).double() / 255,
+        "Work on a copy, such as images.float().": _changed,
+        "Stay with tensors, which can be on a device.": lambda images: images.numpy().transpose(0, 3, 1, 2) / 255,
+        "Take no detour over NumPy or .cpu().": lambda images: (
+            torch.zeros(2) if images.is_meta else images.permute(0, 3, 1, 2) / 255
+        ),
     },
     observe=_floats,
-    rel=2e-7,
+    same=functools.partial(equal, rel=2e-7),
+    show=lambda images: "",
 )
 def to_float01(images):
     """`to_float01(images)` turns uint8 (N, H, W, 3) into float32 (N, 3, H, W) in [0, 1], the input left as it was."""
     return images.permute(0, 3, 1, 2).float().div(255)
 
 
-class _Reads(TorchFunctionMode):
-    """Counts how often the host reads a tensor."""
+_READS = {"item", "tolist", "numpy", "cpu", "__float__", "__int__", "__bool__", "__format__", "__array__"}
 
-    count = 0
-    names = "item", "tolist", "numpy", "cpu", "__float__", "__int__", "__bool__", "__format__", "__array__"
 
-    def __torch_function__(self, function, types, arguments=(), options=None):
-        self.count += getattr(function, "__name__", "") in self.names
-        return function(*arguments, **(options or {}))
+class _Loss(torch.Tensor):
+    """A tensor that counts how often the host reads it, or what was computed from it."""
+
+    reads = 0
+
+    @classmethod
+    def __torch_function__(cls, function, types, arguments=(), options=None):
+        name = getattr(function, "__name__", "")
+        _Loss.reads += name in _READS
+        with torch._C.DisableTorchFunctionSubclass():
+            given = function(*arguments, **(options or {}))
+        return given.as_subclass(cls) if type(given) is torch.Tensor else given
+
+
+class _Saved:
+    """A tensor that autograd saved; alive as long as its graph."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor.detach()
 
 
 def _watched(answer, losses):
     """What `answer(step, batches)` returns, and what it did with the losses of the steps."""
     weight = torch.ones(3, requires_grad=True)
     batches = [(torch.full((3,), loss), torch.tensor(1.0)) for loss in losses]
-    saved, graphs, reads = [], [], []
+    alive, graphs, reads = weakref.WeakSet(), [], []
+
+    def pack(tensor):
+        alive.add(saved := _Saved(tensor))
+        return saved
 
     def step(images, factor):
-        graphs.append(sum(reference() is not None for reference in saved))
-        reads.append(counter.count)
-        images = images.clone()  # kept alive by the graph alone, for the gradient of the weight
-        saved.append(weakref.ref(images))
-        return (weight * images).mean() * factor
+        graphs.append(len(alive) // 2)  # each loss saves two tensors
+        reads.append(_Loss.reads)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
+            loss = (weight * images).mean() * factor
+        return loss.as_subclass(_Loss)
 
-    with _Reads() as counter:
-        given = answer(step, batches)
+    _Loss.reads = 0
+    given = answer(step, batches)
     return {
         "the number of calls of step": len(graphs),
-        "the kind of what you return": type(given).__name__,
-        "the number of losses read before the last step": reads[-1] - reads[0],
+        "the kind of what you return": type(given).__name__.replace("_Loss", "Tensor"),
+        "the number of losses read before the last step": reads[-1],
         "the number of older graphs kept alive": max(0, max(graphs) - 1),
-        "the number of tensors read after the loop": counter.count - reads[-1],
-        "the mean of the losses": float(given),
+        "the number of tensors read after the loop": _Loss.reads - reads[-1],
+        "the mean of the losses": float(given.detach()) if isinstance(given, torch.Tensor) else given,
     }
+
+
+def _summed(step, batches):
+    total = 0
+    for batch in batches:
+        total = total + step(*batch).detach()
+    return total
+
+
+def _graph_of_the_sum(step, batches):
+    total = 0
+    for batch in batches:
+        total = total + step(*batch)
+    return total.item() / len(batches)
+
+
+def _read_later(step, batches):
+    losses = [step(*batch).detach() for batch in batches]
+    return sum(loss.item() for loss in losses) / len(losses)
 
 
 @exercise(
     cases=[([4.0, 1.0, 1.0, 2.0, 2.0, 5.0],)],
     mistakes={
-        "Keep loss.detach(): a loss holds its graph, and a sum those of all.": (".detach()", ""),
+        "Keep loss.detach(): a loss holds its graph, and a sum those of all.": _graph_of_the_sum,
         "Each read waits for the device. Read once, after the loop.": lambda step, batches: (
             sum(step(*batch).item() for batch in batches) / len(batches)
         ),
-        "Join the losses on the device, and read once.": lambda step, batches: (
-            sum(loss.item() for loss in [step(*batch).detach() for batch in batches]) / len(batches)
-        ),
-        "That is the sum. Divide by the number of batches.": (" / len(batches)", ""),
-        "Read it once, after the loop, with .item().": (".item()", ""),
+        "Join the losses on the device, and read once.": _read_later,
+        "That is the sum. Divide by the number of batches.": lambda step, batches: _summed(step, batches).item(),
+        "Read it once, after the loop, with .item().": lambda step, batches: _summed(step, batches) / len(batches),
+        "That is the loss of the last batch. Add them all up.": lambda step, batches: [
+            step(*batch).detach() for batch in batches
+        ][-1].item(),
+        "Call step for every batch.": lambda step, batches: step(*batches[0]).item(),
+        "Divide by the number of batches.": lambda step, batches: _summed(step, batches).item() / 7,
     },
     observe=_watched,
-    rel=1e-6,
+    same=functools.partial(equal, rel=1e-6),
     show=lambda losses: f"losses of {losses}",
 )
 def mean_loss(step, batches):
     """`mean_loss(step, batches)` is the mean of step(*batch), a float; no graphs kept, no read in each step."""
-    total = 0
-    for batch in batches:
-        total = total + step(*batch).detach()
-    return total.item() / len(batches)
+    return _summed(step, batches).item() / len(batches)
 
 
 class _Ascending:
     """Rows on a disk that can be read in ascending order only, as h5py wants it; counts the reads."""
 
     def __init__(self, rows):
-        self.rows, self.reads, self.rows_read = rows, 0, 0
+        self.rows, self.reads, self.most = rows, 0, 0
         self.shape, self.dtype = rows.shape, rows.dtype
 
     def __len__(self):
         return len(self.rows)
 
     def __getitem__(self, indices):
-        if not isinstance(indices, slice) and (np.diff(np.atleast_1d(indices)) <= 0).any():
-            raise TypeError("Indexing elements must be in increasing order")
-        read = self.rows[indices].copy()
         self.reads += 1
-        self.rows_read += read.size // self.rows[0].size
-        return read
+        if isinstance(indices, slice):
+            self.most = max(self.most, len(self.rows[indices]))
+            return self.rows[indices].copy()
+        chosen = np.atleast_1d(np.asarray(indices))
+        if (np.diff(chosen) <= 0).any():
+            raise TypeError("Indexing elements must be in increasing order")
+        self.most = max(self.most, len(chosen))
+        return self.rows[int(indices)].copy() if np.ndim(indices) == 0 else self.rows[chosen]
 
 
 def _batch(answer, indices):
-    disk = _Ascending(np.arange(20, dtype=np.uint8)[:, None])  # images of one pixel, which is the number of the image
-    given = answer(disk, torch.arange(20.0)[:, None], list(indices))
+    rows = np.arange(20, dtype=np.uint8)[:, None, None, None].repeat(2, 1).repeat(3, 2).repeat(3, 3)
+    disk = _Ascending(rows)
+    given = answer(disk, torch.arange(20.0).unsqueeze(1), list(indices))
     if not isinstance(given, (tuple, list)) or len(given) != 2:
         raise Reply("asked for are two values, (images, labels).")
     images, labels = given
-    if not isinstance(images, torch.Tensor):
-        raise Reply(f"the images are {type(images).__name__}. Return a tensor: torch.from_numpy makes one.")
+    for name, each in (("images", images), ("labels", labels)):
+        if not isinstance(each, torch.Tensor):
+            raise Reply(f"the {name} are {type(each).__name__}. Return a tensor: torch.from_numpy makes one.")
     return {
         "the dtype of the images": images.dtype,
         "the number of reads": disk.reads,
-        "the number of images read": disk.rows_read,
-        "the list of images": images.tolist(),
-        "the list of labels": labels.tolist(),
+        "the largest number of images in a read": disk.most,
+        "the shape of the images": tuple(images.shape),
+        "the shape of the labels": tuple(labels.shape),
+        "the list of images": images[:, 0, 0, 0].tolist(),
+        "the list of labels": labels.flatten().int().tolist(),
     }
+
+
+def _read(images, labels, indices):
+    order = np.argsort(indices)
+    ascending = [indices[i] for i in order]
+    return torch.from_numpy(images[ascending][np.argsort(order)]), labels[indices]
+
+
+def _in_ascending_order(images, labels, indices):
+    return torch.from_numpy(images[sorted(indices)]), labels[sorted(indices)]
+
+
+def _sorted_twice(images, labels, indices):
+    return torch.from_numpy(images[sorted(indices)][np.argsort(indices)]), labels[indices]
+
+
+def _as_arrays(images, labels, indices):
+    batch, chosen = _read(images, labels, indices)
+    return batch.numpy(), chosen
+
+
+def _as_floats(images, labels, indices):
+    batch, chosen = _read(images, labels, indices)
+    return batch.float(), chosen
 
 
 @exercise(
     cases=[([3, 7, 8],), ([14, 2, 9, 5],), ([9, 0, 1, 19, 4, 12],)],
     mistakes={
-        "The images are ascending: undo the sorting.": ("[np.argsort(order)]", ""),
-        "Both are ascending: undo the sorting.": ("np.argsort(indices)", "np.argsort(indices := sorted(indices))"),
-        "The order is to be undone with its inverse: argsort of argsort.": ("np.argsort(order)", "order"),
-        "The labels belong in the order that was asked for.": ("labels[indices]", "labels[ascending]"),
-        "Return a tensor: torch.from_numpy makes one.": ("torch.from_numpy(read)", "read"),
-        "asked for are two values, (images, labels).": (", labels[indices]", ""),
-        "must be in increasing order": ("[ascending][np.argsort(order)]", "[indices]"),
+        "That is ascending: undo the sorting.": _in_ascending_order,
+        "The order is to be undone with its inverse: argsort of argsort.": _sorted_twice,
+        "Ask for all of them at once.": lambda images, labels, indices: (
+            torch.stack([torch.from_numpy(images[i]) for i in indices]),
+            labels[indices],
+        ),
+        "Return a tensor: torch.from_numpy makes one.": _as_arrays,
+        "Leave them uint8: the device makes floats of them.": _as_floats,
+        "The labels belong in the order that was asked for.": lambda images, labels, indices: (
+            _read(images, labels, indices)[0],
+            labels[sorted(indices)],
+        ),
+        "Read only what is asked for.": lambda images, labels, indices: (
+            torch.from_numpy(images[:][indices]),
+            labels[indices],
+        ),
+        "asked for are two values, (images, labels).": lambda *arguments: _read(*arguments)[0],
+        "must be in increasing order": lambda images, labels, indices: torch.from_numpy(images[indices[::-1]]),
     },
     observe=_batch,
     show=lambda indices: f"the indices {indices}",
 )
 def read_batch(images, labels, indices):
     """`read_batch(images, labels, indices)` reads once, ascending, and returns the batch in the order asked."""
-    order = np.argsort(indices)
-    ascending = [indices[i] for i in order]
-    read = images[ascending][np.argsort(order)]
-    return torch.from_numpy(read), labels[indices]
+    return _read(images, labels, indices)

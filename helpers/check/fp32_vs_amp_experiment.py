@@ -1,9 +1,10 @@
 """Exercises of the notebook with the whole experiment."""
 
-import torch
-from torch.nn import functional as F
+import functools
 
-from helpers.check.amp_training_loop import small_training
+import torch
+from torch.nn.functional import binary_cross_entropy_with_logits
+
 from helpers.check.exercise import exercise
 
 
@@ -11,8 +12,10 @@ from helpers.check.exercise import exercise
     cases=[(1.2, 1.5), (0.6, 0.7), (1.01, 1.02), (0.97, 0.99), (0.96, 1.04), (0.9, 2.4)],
     mistakes={
         "The interval lies below 1.": lambda low, high: "faster",
-        "One end above 1 is not enough: the interval contains 1.": ("low > 1", "high > 1"),
-        "Near 1 is not 1: the interval lies on one side of it.": ("low > 1", "low > 1.1"),
+        "One end above 1 is not enough: the interval contains 1.": lambda low, high: "faster" if high > 1 else "slower",
+        "Near 1 is not 1: the interval lies on one side of it.": lambda low, high: (
+            "faster" if low > 1.1 else "slower" if high < 0.8 else "undecided"
+        ),
     },
     show=lambda low, high: f"[{low}, {high}]",
 )
@@ -23,7 +26,12 @@ def verdict(low, high):
 
 def _two_steps(step):
     """What two calls of `step` do to one small layer, by words."""
-    model, optimizer, images, labels, dtypes = small_training()
+    with torch.random.fork_rng([]):
+        torch.manual_seed(0)
+        model, images = torch.nn.Linear(4, 1), torch.randn(8, 4)
+    dtypes, labels = [], torch.tensor([[0.0], [1.0]] * 4)
+    model.register_forward_hook(lambda module, inputs, output: dtypes.append(output.dtype))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
         loss = step(model, optimizer, images, labels)
     return {
@@ -36,28 +44,42 @@ def _two_steps(step):
     }
 
 
+def _step(model, optimizer, images, labels, fault=None):
+    if fault != "no zero_grad":
+        optimizer.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16, enabled=fault != "float32"):
+        output = model(images)
+        loss = binary_cross_entropy_with_logits(output, labels)
+    if fault == "outside":
+        loss = (output - labels.bfloat16()).square().mean()
+    if fault == "another loss":
+        loss = (output.float() - labels).square().mean()
+    loss.backward()
+    if fault != "no step":
+        optimizer.step()
+    return {"graph": loss, "item": loss.item()}.get(fault, loss.detach() + (fault == "plus 1"))
+
+
+def _with(fault):
+    return functools.partial(_step, fault=fault)
+
+
 @exercise(
     cases=[()],
     mistakes={
-        "Call the model under bf16 autocast.": ("torch.bfloat16", "enabled=False"),
-        "Return the tensor, detached: loss.item() waits for the device.": ("loss.detach()", "loss.item()"),
-        "Compute the loss inside the autocast block, which keeps it in float32.": (
-            "        loss = F.binary_cross_entropy_with_logits(output, labels)",
-            "    loss = F.binary_cross_entropy_with_logits(output, labels.bfloat16())",
+        "Call the model under bf16 autocast.": _with("float32"),
+        "Return the tensor, detached: loss.item() would wait for the device at every step.": _with("item"),
+        "Compute the loss inside the autocast block, which keeps it in float32.": _with("outside"),
+        "The loss still holds its graph, and with it the activations. Return loss.detach().": _with("graph"),
+        "The weight did not move. Call loss.backward(), then optimizer.step().": _with("no step"),
+        "The second step added its gradients to those of the first. Call optimizer.zero_grad().": (
+            _with("no zero_grad")
         ),
-        "The loss still holds its graph, and with it the activations. Return loss.detach().": ("loss.detach()", "loss"),
-        "The weight did not move. Call loss.backward(), then optimizer.step().": ("optimizer.step()", "pass"),
-        "Gradients of the first step are in the second: optimizer.zero_grad().": ("optimizer.zero_grad()", "pass"),
-        "Take BCEWithLogitsLoss.": ("binary_cross_entropy_with_logits", "mse_loss"),
+        "Take BCEWithLogitsLoss.": _with("another loss"),
+        "Return the loss as it is.": _with("plus 1"),
     },
     observe=_two_steps,
 )
 def bf16_step(model, optimizer, images, labels):
     """`bf16_step(model, optimizer, images, labels)` does one training step in bf16 on the CPU, returns the loss."""
-    optimizer.zero_grad()
-    with torch.autocast("cpu", torch.bfloat16):
-        output = model(images)
-        loss = F.binary_cross_entropy_with_logits(output, labels)
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
+    return _step(model, optimizer, images, labels)

@@ -1,9 +1,20 @@
 """Exercises of the notebook on language models."""
 
+import functools
+
 import torch
 from torch.nn import functional as F
 
-from helpers.check.exercise import exercise
+from helpers.check.exercise import equal, exercise
+
+
+def _turned(x, angle):
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], -1)
+
+
+def _angles(positions, frequencies):
+    return positions.float()[:, None] * frequencies.float()
 
 
 def _rotations():
@@ -16,18 +27,23 @@ def _rotations():
 @exercise(
     cases=_rotations,
     mistakes={
-        "The angles are rounded: compute in float32, and cast once, at the end.": (".float()", ""),
-        "It turns the other way: the first half is a * cos - b * sin.": ("angle = ", "angle = -"),
+        "The angles are rounded: compute them in float32.": lambda x, positions, frequencies: _turned(
+            x.float(), (positions.bfloat16()[:, None] * frequencies).float()
+        ).bfloat16(),
+        "Return the dtype of x.": lambda x, positions, frequencies: _turned(x.float(), _angles(positions, frequencies)),
+        "The sine and cosine are rounded: rotate in float32, and cast once, at the end.": (
+            lambda x, positions, frequencies: _turned(x, _angles(positions, frequencies).bfloat16())
+        ),
+        "It turns the other way: the first half is a * cos - b * sin.": lambda x, positions, frequencies: _turned(
+            x.float(), -_angles(positions, frequencies)
+        ).bfloat16(),
     },
-    rel=0.02,  # two spacings of bf16
+    same=functools.partial(equal, rel=0.02),  # two spacings of bf16
     show=lambda x, positions, frequencies: f"positions {positions.tolist()}",
 )
 def rotated(x, positions, frequencies):
     """`rotated(x, positions, frequencies)` is RoPE of a bf16 tensor, computed in float32, in bf16."""
-    angle = positions.float()[:, None] * frequencies.float()
-    cos, sin = angle.cos(), angle.sin()
-    a, b = x.float().chunk(2, -1)
-    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1).to(x.dtype)
+    return _turned(x.float(), _angles(positions, frequencies)).to(x.dtype)
 
 
 @exercise(
@@ -41,10 +57,17 @@ def rotated(x, positions, frequencies):
         (0.0, 0.5, torch.bfloat16),
     ],
     mistakes={
-        "The product must be rounded to the dtype.": ("torch.tensor(moment, dtype=dtype)", "moment"),
-        "True where it moves, not where it stays.": ("!=", "=="),
-        "The spacing is not the same everywhere.": ("stored * beta != stored", "1 - beta > torch.finfo(dtype).eps / 2"),
+        "The product must be rounded to the dtype: multiply a tensor of it.": lambda moment, beta, dtype: bool(
+            moment * beta != moment
+        ),
+        "True where it moves, not where it stays.": lambda moment, beta, dtype: bool(
+            torch.tensor(moment, dtype=dtype) * beta == moment
+        ),
+        "The spacing is not the same everywhere: multiply and compare.": lambda moment, beta, dtype: (
+            1 - beta > torch.finfo(dtype).eps / 2
+        ),
     },
+    observe=lambda answer, moment, beta, dtype: bool(answer(moment, beta, dtype)),
     show=lambda moment, beta, dtype: f"{moment:g} times {beta:g} in {dtype}",
 )
 def moves(moment, beta, dtype):
@@ -57,27 +80,33 @@ def _chunks():
     generator = torch.Generator().manual_seed(0)
     logits = (8 * torch.randn(7, 5, generator=generator)).bfloat16()
     targets = torch.tensor([0, 4, 2, 3, 1, 1, -100])
-    parts = [(0, 2, 4), (0, 4, 5), (0, 3, 7)]
-    return [([(logits[a:b], targets[a:b]), (logits[b:c], targets[b:c])],) for a, b, c in parts]
+    return [
+        ([(logits[:2], targets[:2]), (logits[2:4], targets[2:4])],),
+        ([(logits[:4], targets[:4]), (logits[4:5], targets[4:5])],),
+        ([(logits[:3], targets[:3]), (logits[3:], targets[3:])],),
+    ]
+
+
+def _mean(chunks, cast=torch.Tensor.float, count=lambda targets: (targets != -100).sum()):
+    sums = [F.cross_entropy(cast(logits), targets, reduction="sum").float() for logits, targets in chunks]
+    return sum(sums) / sum(count(targets) for _, targets in chunks)
 
 
 @exercise(
     cases=_chunks,
     mistakes={
-        "A mean of means: add sums, and divide once.": lambda chunks: (
-            sum(F.cross_entropy(logits.float(), targets) for logits, targets in chunks) / len(chunks)
+        "A mean of means: add sums, and divide once.": lambda chunks: torch.stack(
+            [F.cross_entropy(logits.float(), targets) for logits, targets in chunks]
+        ).mean(),
+        "The loss is rounded to bf16: take it of float32 logits.": lambda chunks: _mean(chunks, cast=lambda x: x),
+        "Targets of -100 do not count.": lambda chunks: _mean(chunks, count=len),
+        "Divide by the number of tokens.": lambda chunks: sum(
+            F.cross_entropy(logits.float(), targets, reduction="sum") for logits, targets in chunks
         ),
-        "The loss is rounded to bf16: take it of float32 logits.": ("logits.float()", "logits"),
-        "Targets of -100 do not count.": ("(targets != -100).sum()", "len(targets)"),
-        "Divide by the number of tokens.": ("total / count", "total"),
     },
-    rel=1e-5,
+    same=functools.partial(equal, rel=1e-5),
     show=lambda chunks: f"chunks of {' and '.join(str(len(targets)) for _, targets in chunks)} tokens",
 )
 def token_loss(chunks):
     """`token_loss(chunks)` is the mean cross-entropy over all tokens of all chunks that count."""
-    total, count = torch.zeros(()), 0
-    for logits, targets in chunks:
-        total = total + F.cross_entropy(logits.float(), targets, reduction="sum")
-        count += (targets != -100).sum()
-    return total / count
+    return _mean(chunks)

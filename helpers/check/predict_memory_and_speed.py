@@ -1,8 +1,11 @@
 """Exercises of the notebook that predicts memory and speed."""
 
+import functools
+
 import torch
 
-from helpers.check.exercise import Reply, exercise
+from helpers.check.exercise import Reply, equal, exercise
+from helpers.measure import kept_for_backward
 
 
 class _Views(torch.nn.Module):
@@ -26,47 +29,80 @@ def _memory(tensor):
     return tensor.untyped_storage().data_ptr()
 
 
-def _size(tensor):
+def _whole(tensor):
     return tensor.untyped_storage().nbytes()
+
+
+def _part(tensor):
+    return tensor.nbytes
+
+
+def _each(tensor):
+    """A key of its own for each tensor that is seen."""
+    return object()
+
+
+def _counted(key, size, left_out=("parameters", "buffers")):
+    """A count of `size` for every new `key`, without the model's own tensors of the kinds `left_out`."""
+
+    def kept_bytes(model, images):
+        seen, kept = [], {}
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: seen.append(tensor) or tensor, lambda t: t):
+            model(images)
+        own = {_memory(tensor) for kind in left_out for tensor in getattr(model, kind)()}
+        for tensor in seen:
+            if _memory(tensor) not in own:
+                kept.setdefault(key(tensor), size(tensor))
+        return sum(kept.values())
+
+    return kept_bytes
 
 
 @exercise(
     cases=_networks,
     mistakes={
-        "You count every tensor that is seen, weights too.": ("kept.values()", "tensor.nbytes for tensor in seen"),
-        "The model's own parameters and buffers are not activations.": ("*model.parameters(), *model.buffers()", ""),
-        "Batch norm's running statistics are buffers: leave them out.": (", *model.buffers()", ""),
-        "Some tensors share memory: count it once.": ("_memory(tensor): _size(tensor)", "object(): tensor.nbytes"),
-        "A view may begin elsewhere in the same memory.": ("{_memory(tensor): ", "{tensor.data_ptr(): "),
-        "A view keeps the whole memory that it is part of.": ("_size(tensor)", "tensor.nbytes"),
+        "You count every tensor that is seen, weights too, and shared memory twice.": _counted(_each, _part, ()),
+        "The model's own parameters and buffers are not activations.": _counted(_memory, _whole, ()),
+        "Batch norm's running statistics are buffers: leave them out.": _counted(_memory, _whole, ("parameters",)),
+        "Some tensors share their memory: count it once.": _counted(_each, _part),
+        "Some tensors share their memory, and each counts all of it: count it once.": _counted(_each, _whole),
+        "A view may begin elsewhere in the same memory: tell memories apart by untyped_storage().data_ptr().": (
+            _counted(torch.Tensor.data_ptr, _whole)
+        ),
+        "A view keeps the whole memory that it is part of: its size is untyped_storage().nbytes().": (
+            _counted(_memory, _part)
+        ),
+        "The output is not all that is kept.": lambda model, images: model(images).nbytes,
     },
     observe=lambda answer, name, network, images: answer(network, images),
     show=lambda name, network, images: name,
 )
 def kept_bytes(model, images):
     """`kept_bytes(model, images)` is the bytes that forward keeps for backward, the model's own tensors left out."""
-    seen = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: seen.append(tensor) or tensor, lambda tensor: tensor):
-        model(images)
-    own = {_memory(tensor) for tensor in [*model.parameters(), *model.buffers()]}
-    kept = {_memory(tensor): _size(tensor) for tensor in seen if _memory(tensor) not in own}
-    return sum(kept.values())
+    return sum(kept_for_backward(model, functools.partial(model, images)).values())
+
+
+def _time(combine, flops, moved, rate, bandwidth):
+    return combine(flops / rate, moved / bandwidth), "compute" if flops / rate > moved / bandwidth else "memory"
 
 
 @exercise(
     cases=[(8e12, 1e9, 4e12, 1e12), (1e9, 6e12, 1e12, 2e12), (0, 1e6, 1e12, 1e9)],
     mistakes={
-        "The two times pass at once: the longer one counts.": ("max(arithmetic, traffic)", "arithmetic + traffic"),
-        "The longer of the two times counts, not the shorter.": ("max", "min"),
-        "It waits for what takes longer.": ("arithmetic > traffic", "arithmetic < traffic"),
+        "You add up two times that pass at once: the longer one counts.": lambda *op: _time(lambda a, b: a + b, *op),
+        "The longer of the two times counts, not the shorter.": functools.partial(_time, min),
+        "It waits for what takes longer.": lambda *op: (best_time.reference(*op)[0], "memory"),
+        "Return two values, the seconds and the word.": lambda *op: best_time.reference(*op)[0],
         "First the seconds, then the word.": lambda *op: best_time.reference(*op)[::-1],
     },
-    rel=1e-6,
+    same=functools.partial(equal, rel=1e-6),
+    show=lambda flops, moved, rate, bandwidth: (
+        f"{flops:g} FLOPs at {rate:g} FLOP/s and {moved:g} bytes at {bandwidth:g} bytes/s"
+    ),
 )
 def best_time(flops, bytes, rate, bandwidth):
     """`best_time(flops, bytes, rate, bandwidth)` is the time of an op by the roofline, and what it waits for."""
-    arithmetic, traffic = flops / rate, bytes / bandwidth
-    return max(arithmetic, traffic), "compute" if arithmetic > traffic else "memory"
+    return _time(max, flops, bytes, rate, bandwidth)
 
 
 def _searched(answer, right, memory):
@@ -84,17 +120,30 @@ def _searched(answer, right, memory):
     return batch
 
 
+def _doubled(peak, memory):
+    return max([2**power for power in range(12) if peak(2**power) <= memory], default=0)
+
+
+def _one_at_a_time(peak, memory):
+    batch = 1
+    while peak(batch) <= memory:
+        batch += 1
+    return batch - 1
+
+
+def _on_a_line(peak, memory):
+    return max(0, int(16 + 16 * (memory - peak(16)) / (peak(32) - peak(16))))
+
+
 @exercise(
     cases=[(7, 1000), (1, 1000), (0, 1000), (21, 1000), (1000, 2_000_000), (64, 9000)],
     mistakes={
-        "25 calls are enough.": ("high, 2 * high", "high, high + 1"),
-        "That one does not fit.": ("return low", "return high"),
-        "One more fits: peak(batch) may equal memory.": ("<= memory", "< memory"),
-        "You stop at a power of two: more may fit, up to the next one.": ("while high - low > 1", "while False"),
-        "The peak need not lie on a straight line through two points.": lambda peak, memory: max(
-            0, int(16 + 16 * (memory - peak(16)) / (peak(32) - peak(16)))
-        ),
-        "the search does not end": ("while peak(high) <= memory", "while peak(high)"),
+        "25 calls are enough.": _one_at_a_time,
+        "That one does not fit.": lambda peak, memory: _one_at_a_time(peak, memory) + 1,
+        "One more fits: peak(batch) may equal memory.": lambda peak, memory: _one_at_a_time(peak, memory - 1),
+        "You stop at a power of two: more may fit, up to the next one.": _doubled,
+        "The peak need not lie on a straight line through two points.": _on_a_line,
+        "the search does not end": lambda peak, memory: next(batch for batch in range(9**9) if peak(batch) > 9**9),
     },
     observe=_searched,
     show=lambda right, memory: f"a memory of {memory} bytes that {right} fill",

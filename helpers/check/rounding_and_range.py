@@ -1,63 +1,132 @@
 """Exercises of the notebook on rounding and range."""
 
-import functools
+import math
 
 import torch
 
 from helpers.bitview import BitView
-from helpers.check.exercise import exercise
+from helpers.check.exercise import Reply, called, exercise
 from helpers.formats import FORMATS
 
 
+def _power(answer, code, name):
+    weight = float(FORMATS[name].decode(code))
+    step = answer(weight, name)
+    if math.frexp(step)[0] != 0.5:
+        raise Reply(f"{weight} and {name} give {step}. That is no power of two.")
+    return {f"in {name} the smallest step from {weight}": step}
+
+
+def _half_spacing(weight, name):
+    return FORMATS[name].spacing(weight) / 2
+
+
+def _what_the_step_does(given, right, code, name):
+    """Where a step too small leads to, or the smaller one that is enough."""
+    weight = float(FORMATS[name].decode(code))
+    return [BitView(weight + min(*given.values(), *right.values()), name)]
+
+
 @exercise(
-    cases=[(1.0, "fp16"), (1 + 2**-10, "fp16"), (1 + 2**-9, "fp16"), (1 + 2**-7, "bf16"), (0.5 + 2**-11, "fp16")],
+    cases=[(0x3C00, "fp16"), (0x3C01, "fp16"), (0x3C02, "fp16"), (0x3F81, "bf16"), (0x3801, "fp16")],
     mistakes={
-        "Half of the spacing moves an odd significand: the tie goes to the even one.": ("spacing / 2", "spacing"),
-        "With half of the spacing a tie stays where the significand is even.": ("else spacing", "else spacing / 2"),
+        "That is the spacing. Half of it moves an odd significand, as the tie goes to the even one.": lambda w, name: (
+            FORMATS[name].spacing(w)
+        ),
+        "With half of the spacing a tie stays where the significand is even.": _half_spacing,
         "It moves the weight, but a smaller one does too.": lambda weight, name: 1.0,
-        "Only a power of two has an even significand for certain.": ("if odd", "if weight not in (0.5, 1.0)"),
+        "Only a weight that is a power of two has an even significand for certain.": lambda weight, name: (
+            FORMATS[name].spacing(weight) * (1 if math.frexp(weight)[0] == 0.5 else 0.5)
+        ),
+        "That is no power of two.": lambda weight, name: 0.6 * FORMATS[name].spacing(weight),
     },
-    show=lambda weight, name: f"{weight} and {name}",
-    draw=lambda given, right, weight, name: [BitView(weight + min(given, right), name)],
+    observe=_power,
+    show=lambda code, name: "",
+    draw=_what_the_step_does,
 )
 def smallest_step(weight, name):
     """`smallest_step(weight, name)` is the smallest power of two that moves `weight` when added to it in a format."""
     spacing = FORMATS[name].spacing(weight)
-    odd = FORMATS[name].encode(weight) % 2
-    return spacing / 2 if odd else spacing
+    return spacing / 2 if FORMATS[name].encode(weight) % 2 else spacing
+
+
+def _total(answer, terms):
+    total = called(answer, terms)
+    if getattr(total, "dtype", None) != torch.float16 or total.dim():
+        kind = getattr(total, "dtype", type(total).__name__)
+        raise Reply(f"the total is {kind}, of shape {tuple(getattr(total, 'shape', ()))}. Keep a torch.float16 scalar.")
+    return total
+
+
+def _one_by_one(terms):
+    total = terms.new_zeros(())
+    for term in terms:
+        total = total + term
+    return total
 
 
 def _to_sum():
-    random = torch.rand(3000, generator=torch.Generator().manual_seed(0))
-    some = torch.ones(4096), torch.tensor([1000, 1]), torch.tensor([1, 1000, 2]), random
-    return [(terms.half(),) for terms in some]
+    random = torch.rand(3000, generator=torch.Generator().manual_seed(0)).half()
+    return [(torch.tensor(terms, dtype=torch.float16),) for terms in ([1.0] * 4096, [1000, 1], [1, 1000, 2])] + [
+        (random,)
+    ]
+
+
+def _within(spacings):
+    """Whether a number is so many of fp16's spacings away at most."""
+
+    def same(given, right):
+        given, right = float(given), float(right)
+        return abs(given - right) <= spacings * FORMATS["fp16"].spacing(right) or given == right
+
+    return same
 
 
 @exercise(
     cases=_to_sum,
     mistakes={
-        "The total stalls: the correction is missing, or wrong.": lambda terms: functools.reduce(torch.add, terms),
+        "The total stalls: the correction is missing, or has the wrong sign.": _one_by_one,
+        "Keep a torch.float16 scalar.": lambda terms: terms.float().sum(),
+        "You have counted the terms.": lambda terms: terms.new_tensor(len(terms)),
+        "Some terms are left out.": lambda terms: terms[:100].sum(),
     },
-    rel=2**-10,  # a spacing of fp16
+    observe=_total,
+    same=_within(1),
 )
 def kahan_sum(terms):
     """`kahan_sum(terms)` is the sum of a 1-d fp16 tensor, an fp16 scalar. How it was found cannot be told."""
     return terms.double().sum().half()
 
 
+def _scaled_by(size):
+    """The root mean square, after and before a division by `size(x)`."""
+    return lambda x: size(x) * (x / size(x)).square().mean().sqrt()
+
+
 @exercise(
     cases=lambda: [
         (torch.tensor(numbers, dtype=torch.float16),)
-        for numbers in ([3, 4], [300] * 5, [65504] * 2, [1e-4] * 3, [6e-8] * 2, [0, 0], [[-2, 0], [0, 0]], [1] * 70_000)
+        for numbers in (
+            [3.0, 4.0],
+            [300.0] * 5,
+            [65504.0, 65504.0],
+            [1e-4] * 3,
+            [6e-8, 6e-8],
+            [0.0, 0.0],
+            [[-2.0, 0.0], [0.0, 0.0]],
+            [1.0] * 70_000,
+        )
     ],
     mistakes={
-        "A square, or the sum of squares, overflowed.": (".float()", ""),
-        "The squares underflowed.": lambda x: 65504 * (x / 65504).square().mean().sqrt(),
-        "0/0 is NaN.": lambda x: x.abs().max() * (x / x.abs().max()).square().mean().sqrt(),
-        "The root is missing.": (".sqrt()", ""),
+        "A square, or the sum of squares, overflowed.": lambda x: x.square().mean().sqrt(),
+        "The squares underflowed.": _scaled_by(lambda x: 65504),
+        "0/0 is NaN.": _scaled_by(lambda x: x.abs().max()),
+        "The root is missing.": lambda x: x.float().square().mean().half(),
+        "The mean is over the last dimension only.": lambda x: x.float().square().mean(-1).sqrt().half(),
+        "Come back to float16 in the end.": lambda x: x.float().square().mean().sqrt(),
     },
-    rel=2**-9,  # two spacings of fp16
+    same=_within(2),
 )
 def rms(x):
     """`rms(x)` is the root mean square of an fp16 tensor of any shape, as an fp16 scalar."""
-    return x.float().square().mean().sqrt().half()
+    return x.double().square().mean().sqrt().half()

@@ -1,6 +1,5 @@
 """Exercises of the clinic."""
 
-import copy
 import functools
 import math
 import warnings
@@ -12,86 +11,151 @@ from torch.nn import functional as F
 from helpers.check.exercise import Reply, exercise
 
 
-def _put(number):
-    """A module that replaces every number by this one."""
-    return nn.Threshold(math.inf, number)
+class _Put(nn.Module):
+    """Writes a number into the first column."""
 
-
-class _Backwards(nn.Sequential):
-    """Its modules run in the reverse order."""
+    def __init__(self, number):
+        super().__init__()
+        self.number = number
 
     def forward(self, x):
-        for module in reversed(self):
-            x = module(x)
-        return x
+        return x.index_fill(1, torch.tensor([0]), self.number)
+
+
+class _Backwards(nn.Module):
+    """Its modules run in another order than they stand in."""
+
+    def __init__(self):
+        super().__init__()
+        self.last, self.first = nn.Linear(4, 4), _Put(math.nan)
+
+    def forward(self, x):
+        return self.last(self.first(x))
 
 
 def _patients():
-    inner = nn.Sequential(nn.Linear(4, 4), _put(-math.inf), nn.ReLU())
+    inner = nn.Sequential(nn.Linear(4, 4), _Put(-math.inf), nn.ReLU())
     return [
         (nn.Sequential(nn.Linear(4, 4), nn.ReLU()),),
         (nn.Sequential(nn.Linear(4, 4), inner, nn.Linear(4, 4)),),
-        (nn.Sequential(_put(math.inf), nn.Linear(4, 4)),),
-        (_Backwards(nn.Linear(4, 4), _put(math.nan)),),
+        (nn.Sequential(_Put(math.inf), nn.Linear(4, 4)),),
+        (_Backwards(),),
     ]
 
 
+def _hooks(model):
+    everywhere = [nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks]
+    return [*everywhere, *(hooks for m in model.modules() for hooks in (m._forward_hooks, m._forward_pre_hooks))]
+
+
 def _named(answer, model):
-    model = copy.deepcopy(model)  # what an answer leaves behind is not the next one's
     name = answer(model, torch.rand(2, 4))
-    if any(module._forward_hooks for module in model.modules()):
+    hooks = _hooks(model)
+    if any(hooks):
+        for each in hooks:
+            each.clear()
         raise Reply("a hook was left behind. Keep the handles, and remove() each.")
     return name
+
+
+def _first_bad(model, batch, leaves=True, remove=True, last=False):
+    bad, handles = [], []
+    for name, module in model.named_modules():
+        if not leaves or not list(module.children()):
+
+            def look(module, inputs, output, name=name):
+                if not output.isfinite().all():
+                    bad.append(name)
+
+            handles.append(module.register_forward_hook(look))
+    model(batch)
+    for handle in handles if remove else ():
+        handle.remove()
+    return bad[-1 if last else 0] if bad else ""
+
+
+def _in_order_of_names(model, batch):
+    bad = [name for name, _ in model.named_modules() if name in ("last", "first")]
+    return bad[0] if bad else _first_bad(model, batch)
+
+
+def _parent(model, batch):
+    return _first_bad(model, batch).split(".")[0]
 
 
 @exercise(
     cases=_patients,
     mistakes={
-        "What comes after a bad module is bad too: note the first.": ("bad[0]", "bad[-1]"),
-        "Keep the handles, and remove() each.": ("handle.remove()", "pass"),
-        "Modules need not run in the order of their names.": ("bad[0]", "min(bad)"),
-        "That one has children; ask its leaves.": ("append(name)", 'append(name.split(".")[0])'),
+        "What comes after a bad module is bad too: note the first.": lambda model, batch: _first_bad(
+            model, batch, last=True
+        ),
+        "Keep the handles, and remove() each.": lambda model, batch: _first_bad(model, batch, remove=False),
+        "Modules need not run in the order of their names.": _in_order_of_names,
+        "That one has children; ask its leaves.": _parent,
     },
     observe=_named,
     show=lambda model: f"the modules {', '.join(name for name, _ in model.named_modules() if name)}",
 )
 def first_bad(model, batch):
     """`first_bad(model, batch)` names the first leaf module whose output is not finite, "" if there is none."""
-    bad, handles = [], []
-
-    def look(name, module, inputs, output):
-        if not output.isfinite().all():
-            bad.append(name)
-
-    for name, module in model.named_modules():
-        if not list(module.children()):
-            handles.append(module.register_forward_hook(functools.partial(look, name)))
-    model(batch)
-    for handle in handles:
-        handle.remove()
-    return bad[0] if bad else ""
+    return _first_bad(model, batch)
 
 
 _LOGS = {
-    "A": ("The scale that only falls", "Infinities would end when the scale is low enough; this scale never recovers."),
-    "B": ("Skipped first steps", "The scale finds its place, and the loss falls: what is wrong with that?"),
-    "C": ("The loss that stands still", "The weights change: nothing is skipped. Which weights does forward see?"),
-    "D": ("Clipped to a small norm", "A norm of 80,000 before clipping: of which gradients?"),
-    "E": ("A loss of squares", "The modules are well. What comes after them?"),
+    "A": (
+        ["The scale that only falls"],
+        "Infinities would end when the scale is low enough; this scale never recovers.",
+    ),
+    "B": (["Skipped first steps"], "The scale finds its place, and the loss falls: what is wrong with that?"),
+    "C": (
+        ["The loss that stands still"],
+        "The weights change, so nothing is absorbed or skipped. Which weights does forward see?",
+    ),
+    "D": (["Clipped to a small norm", "The clipping hook"], "A norm of 80,000 before clipping: of which gradients?"),
+    "E": (["A loss of squares"], "The modules are well. What comes after them?"),
 }
 
 
 def _diagnosed(answer, patient):
-    given, (case, hint) = answer(patient), _LOGS[patient]
-    if given != case and (patient, given) != ("D", "The clipping hook"):
+    given, (cases, hint) = answer(patient), _LOGS[patient]
+    if given not in cases:
         raise Reply(f"patient {patient} is not {given!r}. {hint}")
     return "found"
 
 
-@exercise(cases=[(patient,) for patient in _LOGS], observe=_diagnosed)
+def _but(patient, case):
+    """All cases right but for one patient's."""
+    return lambda each: case if each == patient else _LOGS[each][0][0]
+
+
+@exercise(
+    cases=[(patient,) for patient in _LOGS],
+    mistakes={hint: _but(patient, "Fine-tuning in fp16") for patient, (_, hint) in _LOGS.items()},
+    observe=_diagnosed,
+)
 def case_of(patient):
     """`case_of(patient)` is the name of the case for each of the logs A to E."""
-    return _LOGS[patient][0]
+    return _LOGS[patient][0][0]
+
+
+def _step(model, optimizer, scaler, schedule, images, labels, max_norm, fault=None):
+    """The right step, or one with a fault."""
+    if fault != "no zero_grad":
+        optimizer.zero_grad()
+    with torch.autocast("cpu", torch.float16):
+        loss = F.cross_entropy(model(images), labels)
+    with torch.autocast("cpu", torch.float16, enabled=fault == "backward inside"):
+        scaler.scale(loss).backward()
+    if fault != "not unscaled":
+        scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    before = scaler.get_scale()
+    scaler.step(optimizer)
+    scaler.update()
+    moves_on = {"ahead": True, "only if equal": scaler.get_scale() == before}
+    if moves_on.get(fault, scaler.get_scale() >= before):
+        schedule.step()
+    return True
 
 
 def _treated(step, scale, growth):
@@ -114,29 +178,27 @@ def _treated(step, scale, growth):
     }
 
 
+def _with(fault):
+    return functools.partial(_step, fault=fault)
+
+
 @exercise(
     cases=[(1024.0, 2000), (2.0**24, 2000), (1024.0, 2)],
     mistakes={
-        "`zero_grad` without brackets calls nothing.": ("zero_grad()", "zero_grad"),
-        "Scaled gradients were clipped: *Clipped to a small norm*.": ("scaler.unscale_(optimizer)", "pass"),
-        "The step was skipped: *A warning of the scheduler*.": ("scaler.get_scale() >= before", "True"),
-        "When the scale has grown, the step was taken too: only one that fell tells of a skip.": (">=", "=="),
-        "Backward stands outside of autocast: *The layer taken out*.": ("    scaler.scale", "        scaler.scale"),
+        "The gradients of the last step are still there: `zero_grad` without brackets calls nothing.": (
+            _with("no zero_grad")
+        ),
+        "The clipped norm is that of scaled gradients: *Clipped to a small norm*.": _with("not unscaled"),
+        "The schedule moves on where the optimizer's step was skipped: *A warning of the scheduler*.": _with("ahead"),
+        "When the scale has grown, the step was taken too: only a scale that fell tells of a skipped one.": (
+            _with("only if equal")
+        ),
+        "Leave the autocast region before backward: *The layer taken out*.": _with("backward inside"),
+        "Take one training step.": lambda *arguments: 0.5,
     },
     observe=_treated,
     show=lambda scale, growth: f"four steps from a scale of {scale:g}, growing after {growth} clean steps,",
 )
 def mended_step(model, optimizer, scaler, schedule, images, labels, max_norm):
     """`mended_step(...)` is one right step in fp16 on the CPU, with clipping and a schedule."""
-    optimizer.zero_grad()
-    with torch.autocast("cpu", torch.float16):
-        loss = F.cross_entropy(model(images), labels)
-    scaler.scale(loss).backward()
-    scaler.unscale_(optimizer)
-    nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-    before = scaler.get_scale()
-    scaler.step(optimizer)
-    scaler.update()
-    if scaler.get_scale() >= before:
-        schedule.step()
-    return loss.detach()
+    return _step(model, optimizer, scaler, schedule, images, labels, max_norm)
