@@ -41,7 +41,7 @@ def pick_device():
     chosen = os.environ.get("HALF_THE_BITS_DEVICE")
     device = chosen or torch.accelerator.current_accelerator(check_available=True) or "cpu"
     try:
-        torch.ones(1, device=device)  # cannot be filled by a GPU that there is no code for
+        torch.ones(1, device=device).item()  # fails on a GPU that this PyTorch has no code for
     except (RuntimeError, AssertionError) as error:  # the second: torch was built without CUDA
         why = str(error).partition("\n")[0]
         if chosen:

@@ -21,9 +21,9 @@ def test_device_can_be_chosen(monkeypatch):
     assert hardware.pick_device() == CPU
     monkeypatch.setenv("HALF_THE_BITS_DEVICE", "cuda:1")
     with monkeypatch.context() as two_gpus:
-        two_gpus.setattr(torch, "ones", lambda *shape, device: None)
+        two_gpus.setattr(torch, "ones", lambda *shape, device: torch.zeros(1))
         assert hardware.pick_device() == torch.device("cuda:1")
-    for name in ("nonsense", "cuda:99", "mps" if platform.system() != "Darwin" else "xpu"):
+    for name in ("nonsense", "meta", "cuda:99", "mps" if platform.system() != "Darwin" else "xpu"):
         monkeypatch.setenv("HALF_THE_BITS_DEVICE", name)
         with pytest.raises(ValueError, match=rf"^HALF_THE_BITS_DEVICE is '{name}': .+\. Set another, or unset it\.$"):
             hardware.pick_device()
@@ -44,7 +44,7 @@ def test_an_accelerator_that_torch_cannot_use_is_named_and_not_picked(monkeypatc
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: accelerator)
     monkeypatch.setattr(hardware, "_name", lambda device: "the GPU")
     with monkeypatch.context() as usable:
-        usable.setattr(torch, "ones", lambda *shape, device: None)
+        usable.setattr(torch, "ones", lambda *shape, device: torch.zeros(1))
         assert hardware.pick_device() == accelerator and not capsys.readouterr().out
     monkeypatch.setattr(torch, "ones", ones)
     assert hardware.pick_device() == CPU
