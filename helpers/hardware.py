@@ -58,7 +58,10 @@ def pick_device():
 
 def full_size():
     """Whether a GPU gets the numbers of a real experiment: not where HALF_THE_BITS_SIZE is "small", as in tests."""
-    return os.environ.get("HALF_THE_BITS_SIZE") != "small"
+    chosen = os.environ.get("HALF_THE_BITS_SIZE") or "full"
+    if chosen not in ("full", "small"):
+        raise ValueError(f"HALF_THE_BITS_SIZE is {chosen!r}; set it to full or small, or unset it")
+    return chosen == "full"
 
 
 def loader_workers():

@@ -141,6 +141,12 @@ def test_tests_may_ask_for_the_small_size(monkeypatch, size, full):
     assert hardware.full_size() == full
 
 
+def test_a_wrong_size_names_its_variable(monkeypatch):
+    monkeypatch.setenv("HALF_THE_BITS_SIZE", "Small")
+    with pytest.raises(ValueError, match="HALF_THE_BITS_SIZE is 'Small'; set it to full or small"):
+        hardware.full_size()
+
+
 @pytest.mark.parametrize(
     "flags, fp16, bf16",
     [({}, False, False), ({"avx512_bf16": True}, False, True), ({"fp16_arith": True, "bf16": True}, True, True)],
