@@ -38,6 +38,7 @@ import weakref
 from collections import Counter, deque
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import fields, is_dataclass
+from itertools import compress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -1063,15 +1064,18 @@ def _copies(model):
     """Numbers in 16 bits that copy a model's weights, as an average or a teacher does: in this process's modules of the
     same class and names, and in its lists and dicts of tensors with the same shapes. Each as pairs of a copy and its
     weight, and a sample of the copies."""
-    found, things = [], gc.get_objects()
-    modules = [each for each in things if issubclass(type(each), nn.Module)]
+    found, things = [], gc.get_objects()  # there may be a million: they are sorted out in C
+    kinds = list(map(type, things))
+    of_kind = lambda wanted: [*compress(things, map(wanted.__contains__, kinds))]
+    modules = of_kind({kind for kind in set(kinds) if issubclass(kind, nn.Module)})
+    groups = of_kind({list, tuple, dict})
     for part in (model, *model.children()):
         if not _trained(part):
             continue
         weights = dict(part.named_parameters())
         twins = [dict(each.named_parameters()) for each in modules if type(each) is type(part) and each is not part]
         kept = [[*twin.values()] for twin in twins if twin.keys() == weights.keys()]
-        lists = [each for each in things if type(each) in (list, tuple, dict) and len(each) == len(weights)]
+        lists = compress(groups, map(len(weights).__eq__, map(len, groups)))
         kept += [[*(each.values() if type(each) is dict else each)] for each in lists]
         for copied in kept:
             if all(isinstance(each, torch.Tensor) and not each.requires_grad for each in copied):
