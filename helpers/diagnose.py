@@ -927,7 +927,10 @@ class _Loss:
             return Origin("loss", "", op, f"in the loss: {op} made {kind}{end}")
         maker = sources[OPERANDS.index(key)] if key in OPERANDS[: len(sources)] else next(filter(None, sources), None)
         while maker is not None and "output" not in maker.metadata and _passes_on(maker):
-            maker, kind = maker.next_functions[0][0], kind.partition(" ")[0]  # of a dtype that is not known
+            source = maker.next_functions[0][0]
+            if source is None or "output" in source.metadata or hasattr(source, "variable"):
+                break  # what it was given is finite
+            maker, kind = source, kind.partition(" ")[0]  # of a dtype that is not known
         if maker is None or "output" in maker.metadata:
             words = "it needs no gradient, as data, a mask, a weight of the loss, or what is computed of a buffer"
             words = f"{op} was given {kind} that is not of the model's output: {words}"

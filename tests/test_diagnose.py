@@ -901,6 +901,12 @@ def test_a_cast_is_not_blamed_for_the_inf_that_it_was_given():
         train(model, sgd(model), dtype=FP16, factors=[10], loss=gram)
 
 
+def test_a_cast_of_the_output_is_blamed_for_the_inf_that_it_makes():
+    model = network()
+    with pytest.raises(NonFinite, match=r"tocopy made inf \(float16\)"), watch(model, sgd(model), save=None):
+        train(model, sgd(model), factors=[1e7], loss=lambda output: output.half().square().mean())
+
+
 def test_rates_and_scales_that_stand_still():
     model, slow = network(), scaler(init_scale=2.0**20, backoff_factor=0.97)
     optimizer = sgd(model, lr=1e-6)
