@@ -969,7 +969,22 @@ class _Calls:
                 self.seen.tell(certain("each step uses a new GradScaler", "", cost))
         return scaled
 
-    def before_backward(self):
+    def grad(self, original, outputs, *args, **kwargs):
+        """Marks gradients of scaled outputs, of which a loss may be made."""
+        found, ends = original(outputs, *args, **kwargs), [each for each in _tensors(outputs) if each.grad_fn]
+        if any("loss" in node.metadata for each in ends for node in _region(each)):
+            for each in [each for each in found if each is not None and each.grad_fn]:
+                each.grad_fn.metadata["scaled gradient"] = True
+        return found
+
+    def before_backward(self, region):
+        if any("scaled gradient" in node.metadata for node in region) and not _divides_by_scale(
+            region, self.seen.scaler
+        ):
+            cost = "As part of a loss they are too large by the scale: divide them by `scaler.get_scale()` first."
+            self.seen.tell(
+                certain("torch.autograd.grad was given a scaled loss, and its gradients were used", "", cost)
+            )
         if self.unscaled:
             self.kept = any(gradient.any() for gradient in _gradients(self.seen.trained).values())
 
@@ -1023,6 +1038,17 @@ class _Calls:
                 self.seen.tell(certain("optimizer.step is called again after scaler.step", "", cost))
             self.tries += optimizer is self.seen.optimizers[0]
         self.unscaled.pop(optimizer, None)
+
+
+def _divides_by_scale(region, scaler):
+    """Whether one of autograd's nodes divides by the scale, or multiplies by its inverse."""
+    for node in region:
+        factor = _saved(node).get("other") if _op(node) in ("mul", "div") else None
+        if isinstance(factor, torch.Tensor) and factor.dim() == 0:
+            factor = float(factor) if _op(node) == "mul" else 1 / float(factor)
+            if math.isclose(factor * scaler.get_scale(), 1, rel_tol=0.01):
+                return True
+    return False
 
 
 # 7. The trend
@@ -1251,7 +1277,8 @@ class watch:
     patience : int, optimizer steps in a row that may be skipped under a scaler
 
     `passes` counts the backward passes, `steps` those of the first optimizer, `skipped` the falls of the scale. While
-    it watches, `torch.autograd.backward`, which `loss.backward()` calls, and four methods of `GradScaler` are wrapped.
+    it watches, `torch.autograd.grad`, `torch.autograd.backward`, which `loss.backward()` calls, and four methods of
+    `GradScaler` are wrapped.
 
     Examples
     --------
@@ -1498,6 +1525,7 @@ class _Hooks:
         for name, part in _entries(seen.model):
             self.undo.append(_attach(part, functools.partial(self._begin, name), self._end))
         self._wrap(torch.autograd, "backward", self._backward)
+        self._wrap(torch.autograd, "grad", self._grad)
         for name in ("scale", "unscale_", "step", "update"):
             self._wrap(torch.amp.GradScaler, name, getattr(seen.calls, name))
 
@@ -1627,12 +1655,16 @@ class _Hooks:
                 seen.explain("loss", self.labels, self.values)
             elif seen.at_once and value.item() == 0 and (origin := seen.loss.origin()):
                 seen.flat = origin.words
-        seen.calls.before_backward()
+        seen.calls.before_backward(seen.loss.region if seen.loss else [])
         # What is recomputed for checkpointing does not count.
         with seen.looks.around_backward(self.stepped), self.quiet():
             original(tensors, *args, **kwargs)
         self.stepped = False
         self._after_backward()
+
+    def _grad(self, original, *args, **kwargs):
+        """Stands in for torch.autograd.grad."""
+        return original(*args, **kwargs) if self._off() else self.seen.calls.grad(original, *args, **kwargs)
 
     def _after_backward(self):
         seen, found = self.seen, _gradients(self.seen.weights)

@@ -792,6 +792,15 @@ def partly_scaled(run):
     run.mine.step(run.optimizer)
 
 
+def penalised(run, divisor=1.0):
+    loss = run.loss()
+    scaled = run.mine.scale(loss)
+    gradients = torch.autograd.grad(scaled, run.model.parameters(), create_graph=True)
+    penalty = sum((gradient / divisor).square().sum() for gradient in gradients)
+    run.mine.scale(loss + penalty).backward()
+    run.mine.step(run.optimizer)
+
+
 def cleared(run):
     run.loss().backward()
     for one in (run.optimizer, run.other):
@@ -830,6 +839,7 @@ class Run:
         (clipped_first, "scaler.update is never called", False),
         (unscaled_twice, "unscale_ is called on gradients that it unscaled already", True),
         (another_optimizer, "without scaler.step or unscale_", True),
+        (penalised, "torch.autograd.grad was given a scaled loss, and its gradients were used", True),
         (cleared, "gradients are 0 at the step, and were not after the backward", False),
     ],
 )
@@ -843,6 +853,14 @@ def test_a_scaler_that_is_used_wrongly(step, words, updates):
             else:
                 run.mine._per_optimizer_states.clear()
     found(seen, words, "certain")
+
+
+def test_a_penalty_of_gradients_that_are_divided_by_the_scale_is_right():
+    run = Run()
+    with watch(run.model, run.optimizer, run.mine, every=1, save=None) as seen:
+        penalised(run, divisor=run.mine.get_scale())
+        run.mine.update()
+    assert not seen.findings.what.str.contains("torch.autograd.grad").any()
 
 
 def test_an_error_of_the_run_is_placed_and_explained():
