@@ -1090,28 +1090,18 @@ def _headroom(size):
 
 
 def _copies(model):
-    """Numbers in 16 bits that copy a model's weights, as an average or a teacher does: in this process's modules of the
-    same class and names, and in its lists and dicts of tensors with the same shapes. Each as pairs of a copy and its
-    weight, and a sample of the copies."""
-    found, things = [], gc.get_objects()  # there may be a million: they are sorted out in C
-    kinds = list(map(type, things))
-    of_kind = lambda wanted: [*compress(things, map(wanted.__contains__, kinds))]
-    modules = of_kind({kind for kind in set(kinds) if issubclass(kind, nn.Module)})
-    groups = of_kind({list, tuple, dict})
-    for part in (model, *model.children()):
-        if not _trained(part):
-            continue
-        weights = dict(part.named_parameters())
-        twins = [dict(each.named_parameters()) for each in modules if type(each) is type(part) and each is not part]
-        kept = [[*twin.values()] for twin in twins if twin.keys() == weights.keys()]
-        lists = compress(groups, map(len(weights).__eq__, map(len, groups)))
-        kept += [[*(each.values() if type(each) is dict else each)] for each in lists]
-        for copied in kept:
-            if all(isinstance(each, torch.Tensor) and not each.requires_grad for each in copied):
-                pairs = [(each, weight) for each, weight in zip(copied, weights.values()) if each.dtype in SIXTEEN]
-                if pairs and all(each.shape == weight.shape for each, weight in pairs):
-                    found.append((pairs, torch.cat([_sample(each) for each, _ in pairs])))
-    return found
+    """Numbers in 16 bits that copy a model's weights, as an average or a teacher does: among this process's tensors.
+    Each as pairs of a copy and its weight, and a sample of the copies."""
+    things, near = gc.get_objects(), []  # there may be a million: they are sorted out in C
+    tensors = [*compress(things, map((torch.Tensor, nn.Parameter).__contains__, map(type, things)))]
+    low = [each for each in tensors if each.dtype in SIXTEEN and not each.requires_grad]
+    low = [each for each in low if each.layout is torch.strided and each.untyped_storage().nbytes()]  # FSDP frees some
+    for weight in [each for each in _trained(model).values() if type(each) is nn.Parameter]:
+        sample = _sample(weight)
+        same = [each for each in low if each.shape == weight.shape and each.device == weight.device]
+        near.append([(each, weight) for each in same if (_sample(each) - sample).norm() < sample.norm() / 2])
+    found = zip(*filter(None, near))
+    return [(pairs, torch.cat([_sample(each) for each, _ in pairs])) for pairs in found]
 
 
 class _Looks:
