@@ -831,6 +831,7 @@ def replay(path, model):
 # 5. The loss, by what autograd keeps of it
 
 OPERANDS = "self", "other"
+SOFTMAX = "softmax", "logsoftmax"  # they make NaN only of what is not finite
 PASS_ON = (
     "tocopy",
     "view",
@@ -922,7 +923,7 @@ class _Loss:
         """The Origin of a bad operand or result that a node keeps, while all before it was finite."""
         kind = f"{'NaN' if 'nan' in _kinds([tensor]) else 'inf'} ({_short(tensor.dtype)})"
         op, sources = _op(node), [each for each, _ in node.next_functions]
-        if key.startswith("result"):
+        if key.startswith("result") and op not in SOFTMAX:
             end = "; fp16's exp ends at 11.09" if op == "exp" and tensor.dtype == FP16 else ""
             return Origin("loss", "", op, f"in the loss: {op} made {kind}{end}")
         maker = sources[OPERANDS.index(key)] if key in OPERANDS[: len(sources)] else next(filter(None, sources), None)
@@ -1036,6 +1037,9 @@ class _Calls:
             if _is_on(self.seen.scaler) and optimizer in self.stepped:
                 cost = "Each pass counts twice, and a skipped step is taken, with its inf: remove one call."
                 self.seen.tell(certain("optimizer.step is called again after scaler.step", "", cost))
+            if _is_on(self.seen.scaler) and self.unscaled[optimizer]:
+                cost = "An inf in the gradients is not skipped: it gets into weights and states. Call scaler.step."
+                self.seen.tell(certain("optimizer.step was called after unscale_, and scaler.step was not", "", cost))
             self.tries += optimizer is self.seen.optimizers[0]
         self.unscaled.pop(optimizer, None)
 

@@ -758,6 +758,12 @@ def stepped_directly(run):
     run.optimizer.step()
 
 
+def stepped_directly_after_unscaling(run):
+    run.scaled()
+    run.mine.unscale_(run.optimizer)
+    run.optimizer.step()
+
+
 def stepped_again(run):
     run.scaled()
     run.mine.step(run.optimizer)
@@ -834,6 +840,7 @@ class Run:
         (not_scaled, "on a loss that scaler.scale has not seen", True),
         (partly_scaled, "of 2 losses for one step, 1 were not scaled", True),
         (stepped_directly, "without scaler.step or unscale_", False),
+        (stepped_directly_after_unscaling, "was called after unscale_, and scaler.step was not", True),
         (stepped_again, "is called again after scaler.step", True),
         (clipped_first, "between backward and unscale_", True),
         (clipped_first, "scaler.update is never called", False),
@@ -917,6 +924,20 @@ def test_a_cast_is_not_blamed_for_the_inf_that_it_was_given():
     model = network()
     with pytest.raises(NonFinite, match="in the loss: mm made inf"), watch(model, sgd(model), save=None):
         train(model, sgd(model), dtype=FP16, factors=[10], loss=gram)
+
+
+def test_a_softmax_is_not_blamed_for_what_a_compiled_model_gave_it():
+    model = nn.Linear(4, 4)
+
+    @torch.compile(backend="aot_eager")
+    def overflows(x):
+        return model(x) * 1e38 * 1e38 * 0
+
+    with (
+        pytest.raises(NonFinite, match="compiledfunction made NaN .float32.; logsoftmax got it"),
+        watch(model, save=None),
+    ):
+        F.cross_entropy(overflows(torch.rand(2, 4)), torch.tensor([0, 1])).backward()
 
 
 def test_a_cast_of_the_output_is_blamed_for_the_inf_that_it_makes():
