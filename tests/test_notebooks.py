@@ -140,7 +140,7 @@ def test_what_11_teaches_and_12_needs_is_the_same_text():
     for name in ("11_beyond_fp16", "12_language_models"):
         cells = code_cells(nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4))
         (source,) = [cell.source for cell in cells if "def stochastically" in cell.source]
-        begin = source.index("def to_nearest")
+        begin = source.index("def stochastically")
         found.append(source[begin : source.index("(torch.float32)", begin)])
     assert found[0] == found[1]
 
