@@ -49,6 +49,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 LARGEST = torch.finfo(FP16).max  # 65504
@@ -444,9 +445,7 @@ def _numbers(model, optimizers, scaler):
     bad = [name for name, each in (weights | buffers).items() if _kinds([each]) - {"-inf"}]  # a mask's
     if spoilt := [name for name in bad if name in weights]:
         yield certain("weights that are not finite", spoilt, "Go back to a checkpoint.")
-    if spoilt := [name for name in bad if name in buffers]:
-        cost = "Evaluation uses them: NaN there, and none in training. A skipped step does not undo them."
-        yield certain("buffers that are not finite", spoilt, cost, "NaN in evaluation only")
+    yield from _spoilt([name for name in bad if name in buffers])
     if not _is_on(scaler) and (wild := [name for name, each in _gradients(weights).items() if _kinds([each])]):
         yield certain("gradients that are not finite", wild, "The next step spoils all.")
     sizes = {name: _largest([weight]) for name, weight in weights.items()}
@@ -456,6 +455,12 @@ def _numbers(model, optimizers, scaler):
     sizes = {name: _largest([each]) for name, each in buffers.items() if name not in bad and each.dtype != FP16}
     if over := [f"{name}: {size:,.0f}" for name, size in sizes.items() if LARGEST < size < math.inf]:
         yield note("buffers above 65504", over, "`.half()` makes inf of them.")
+
+
+def _spoilt(buffers):
+    if buffers:
+        cost = "Evaluation uses them, and training does not. A skipped step does not undo them, nor does fp16 hold all."
+        yield certain("buffers that are not finite", buffers, cost, "NaN in evaluation only")
 
 
 def _switches(model, optimizers, scaler):
@@ -617,8 +622,44 @@ def _made(phase, module, op, call, args, kwargs, output):
 UNITS = {"threshold_backward": "ReLU", "hardtanh_backward": "clamp", "sigmoid_backward": "sigmoid"}
 UNITS |= {"tanh_backward": "tanh", "gelu_backward": "GELU", "silu_backward": "SiLU", "leaky_relu_backward": "LeakyReLU"}
 FACTORIES = ("empty", "zeros", "ones", "full", "new_", "rand")
-SCATTERS = ("index_add", "scatter_add", "index_put", "cumsum")  # they add in the dtype of their output
-COARSE = ("_to_copy", "sin", "cos", "arange", *SCATTERS)
+COARSE = ("_to_copy", "sin", "cos", "arange", "cumsum")
+
+
+class _Wide:
+    """A forward as float32 would do it, beside the one in 16 bits: each op again, on what float32 gave so far. `far`: a
+    Finding of the first op whose result is far from float32's, though its operands were near."""
+
+    def __init__(self, device):
+        self.device, self.right, self.far = device, WeakTensorKeyDictionary(), []
+
+    def do(self, op, func, args, kwargs):
+        """What the op makes of float32's numbers: nothing if there are no 16 bits, or if they are random."""
+        tensors, dtypes = [], [each for each in [*args, *kwargs.values()] if isinstance(each, torch.dtype)]
+        _mapped(tensors.append, (args, kwargs))
+        near = any(each in self.right or each.dtype in SIXTEEN for each in tensors) or set(dtypes) & set(SIXTEEN)
+        if not near or torch.Tag.nondeterministic_seeded in func.tags or op.startswith(FACTORIES):
+            return []
+        given = functools.partial(self._given, func._schema.is_mutable)
+        return _in_float32(func, _mapped(given, args), _mapped(given, kwargs), self.device)
+
+    def _given(self, written, tensor):
+        if tensor in self.right:
+            return self.right[tensor][0]
+        return tensor.clone() if written else tensor
+
+    def compare(self, module, op, args, output, right):
+        outputs, given = _tensors(output), [self.right[each][1:] for each in _tensors(args) if each in self.right]
+        before, source = max(given, default=(0.0, ""))
+        for place, (each, wide) in enumerate(zip(outputs, right) if len(outputs) == len(right) else ()):
+            off = float((each.float() - wide).norm() / wide.norm()) if each.shape == wide.shape else math.nan
+            if each.dtype in SIXTEEN and not source:
+                source = f"{'cast' if op == '_to_copy' else op} to {_short(each.dtype)} in {module or 'the model'}"
+            self.right[each] = wide, off, source
+            first = place == 0 and not self.far  # others are what a norm saves, as a mean near 0
+            if first and 0.1 < off < math.inf and before < 0.03 and each.numel() > 1 and op != "_to_copy":
+                what = f"{op} gives numbers that are {off:.0%} off float32's, of operands that are {before:.1%} off"
+                cost = f"16 bits are too coarse for what it is given; they came in by {source}. Compute it in float32."
+                self.far.append(likely(what, module, cost))
 
 
 class _Ops(TorchDispatchMode):
@@ -628,7 +669,7 @@ class _Ops(TorchDispatchMode):
     def __init__(self, model):
         super().__init__()
         self.model, self.device, self.phase, self.inside, self.hooks = model, _device(model), "forward", [], []
-        self.made, self.coarse, self.zeros = [], [], {}
+        self.made, self.coarse, self.zeros, self.wide = [], [], {}, _Wide(self.device)
 
     def __enter__(self):
         for name, module in self.model.named_modules():
@@ -657,10 +698,12 @@ class _Ops(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, op = kwargs or {}, func.overloadpacket.__name__
         given = _mapped(torch.clone, args) if func._schema.is_mutable else args
+        right = self.wide.do(op, func, args, kwargs) if self.phase == "forward" else []
         output, module = func(*args, **kwargs), self.inside[-1] if self.inside else ""
+        self.wide.compare(module, op, args, output, right)
         again = functools.partial(_in_float32, func, given, kwargs, self.device)
         if self.phase == "forward" and isinstance(output, torch.Tensor):
-            self.coarse += _coarse(module, op, args, output, again)
+            self.coarse += _coarse(module, op, args, output)
         if op.startswith(FACTORIES) or not _tensors(output):
             return output
         if _tensors((args, kwargs)) and (origin := _made(self.phase, module, op, func, given, kwargs, output)):
@@ -685,8 +728,8 @@ class _Ops(TorchDispatchMode):
             self.zeros.setdefault("format", words)
 
 
-def _coarse(module, op, args, output, again):
-    """Findings of whole numbers, angles, columns and sums that 16 bits make equal. `again()`: the output in float32."""
+def _coarse(module, op, args, output):
+    """Findings of whole numbers, angles, columns and decays that 16 bits make equal."""
     source = args[0] if args and isinstance(args[0], torch.Tensor) else output
     dtype = source.dtype if source.dtype in SIXTEEN else output.dtype
     if dtype not in SIXTEEN or not output.numel() or not op.startswith(COARSE):
@@ -699,6 +742,9 @@ def _coarse(module, op, args, output, again):
     elif op in ("sin", "cos") and 0 < size < math.inf and (step := _spacing(size, dtype)) > 0.5:
         what = f"{op} of {_short(dtype)} up to {size:,.0f}, where neighbours are {step:g} apart: a period is 6.28"
         yield likely(what, module, "Compute angles in float32; FSDP2 casts inputs too, if told to.")
+    elif op == "_to_copy" and output.numel() > 2 and source.max() < 1 and output.min() == 1:
+        what = f"all {output.numel():,} numbers, {source.min():.5g} to {source.max():.5g}, become 1 in {_short(dtype)}"
+        yield likely(what, module, "As decays they forget nothing, and 1 minus them is 0. Keep them in float32.")
     elif op in ("arange", "cumsum", "_to_copy") and output.dtype in SIXTEEN and _largest([output]) > last:
         whole = source.unique() if op == "_to_copy" else torch.arange(output.numel())
         if (whole.diff() == 1).all() and (left := output.unique().numel()) < len(whole):
@@ -706,13 +752,6 @@ def _coarse(module, op, args, output, again):
             yield likely(what, module, f"{together} positions in FP32.")
         elif op == "_to_copy" and source.dtype not in SIXTEEN and not source.requires_grad and source.dim() < 4:
             yield from _coarse_columns(module, source, dtype)
-    if op.startswith(SCATTERS) and (right := again()) and not _kinds([output, *right]):
-        here, right = output.float().flatten(), right[0].float().flatten()
-        if ((here - right).abs() / right.abs().clamp(min=1e-9)).max() > 0.1:
-            place = (here - right).abs().argmax()
-            adds = f"adds up to {here[place]:,.4g} what is {right[place]:,.4g} in float32"
-            cost = "Its sum stands still, as a count does. Add in float32."
-            yield likely(f"{op} in {_short(dtype)} {adds}", module, cost)
 
 
 def _coarse_columns(module, source, dtype):
@@ -1082,6 +1121,16 @@ def _growth(trend):
     return ", and ".join(found)
 
 
+def _undone(trend):
+    """A loss that fell and came back to where it was, in words; "" else."""
+    smooth = pd.Series([loss for loss, *_ in trend]).rolling(5).median().dropna()
+    if len(smooth) < 20 or not 0 < smooth.min() < 0.7 * smooth.iloc[0] or smooth.iloc[-1] < 0.9 * smooth.iloc[0]:
+        return ""
+    rate = max(rate for *_, rate in trend)
+    words = f"the loss fell from {smooth.iloc[0]:.3g} to {smooth.min():.3g}, and is {smooth.iloc[-1]:.3g} now"
+    return f"{words}; the learning rate was up to {rate:.2g}"
+
+
 # 8. The close look
 
 HEADROOMS = ("output", "gradient", "weight gradient")
@@ -1290,6 +1339,7 @@ class watch:
         self.plain, self.device = _plain(model), _device(model)
         self.at_once = self.device.type == "cpu" or every == 1  # read each pass: a replay finds module and op
         self.passes = self.steps = self.skipped = 0
+        self.left_out = 0  # forward passes since the last backward
         self.trend, self.scale, self.cast = deque(maxlen=256), math.nan, None  # of the last passes
         self.streak, self.last_bad, self.bad_pass = 0, -1, -1  # bad gradients: steps in a row, the last step and pass
         self.saved = self.good = self.loss = None  # the last pass, the last good one, the last `_Loss`
@@ -1617,6 +1667,7 @@ class _Hooks:
                 self.evaluated = torch.maximum(self.evaluated, each)
             return
         self.forward_seen = True
+        self.seen.left_out += 1
         self._note("root", "", sums)
         for place, each in enumerate(outputs):
             if each.requires_grad:
@@ -1669,6 +1720,7 @@ class _Hooks:
         if _is_on(seen.scaler):
             self._note("scale", "", [seen.scaler.scale(torch.ones((), device=seen.device))])
         seen.passes += 1
+        seen.left_out = 0
         if self.values:
             self.pending.append((seen.passes, seen.calls.tries, self.labels, _together(self.values, seen.device)))
         self.labels, self.values = [], []
@@ -1936,7 +1988,7 @@ def _inspect(seen):
     for each in ops.made:
         if each.phase == "forward" and each.why == "format" and each.kind != "-inf":
             seen.hidden.setdefault((each.module, each.op), each)
-    for each in ops.coarse:
+    for each in [*ops.coarse, *ops.wide.far]:
         seen.coarse.setdefault((each.where, each.what.split()[0]), each)
     if zero and not seen.zero:
         seen.zero = _why_zero(seen, zero, saved, ops.zeros, gradients)
@@ -2152,8 +2204,27 @@ def _too_large(seen):
         yield likely(
             what, "", f"Ten thousand such steps move them by {1e4 * size:.2g}. The learning rate is at most {rate:g}."
         )
-    if not seen.problem and (growth := _growth(seen.trend)):
+    rows = seen.looks.rows()
+    rows = rows[(rows.what == "update/weight") & (rows.value < math.inf)]
+    by_pass = rows.groupby("pass").value.median()
+    if len(by_pass) > 2 and by_pass.max() > max(0.7, 20 * by_pass.median()):
+        what = f"a single step, in pass {by_pass.idxmax():,}, changed weights by {by_pass.max():.2g} of their size"
+        cost = "The optimizer had other numbers than the model: masters or states from before a checkpoint was loaded, "
+        yield likely(f"{what}, others by {by_pass.median():.2g}", "", f"{cost}or second moments that fp16 made 0.")
+    if not seen.problem and (growth := _growth(seen.trend) or _undone(seen.trend)):
         yield likely(f"training diverges: {growth}", "", CALM)
+
+
+def _left_out(seen):
+    """Passes that no backward followed, and buffers that only an evaluation uses."""
+    if seen.left_out > 4 and not (seen.passes or seen.problem or seen.error):
+        low = [dtype for dtype in sorted(set(seen.looks.dtypes.values())) if "16" in dtype]
+        cost = "As of a loop that leaves out what is not finite. The model's outputs are finite: look at the loss. "
+        cost += f"They are {_some(low)}: compute it of `.float()`." if low else "By what does it divide?"
+        yield likely(f"{seen.left_out} forward passes in a row, and no backward", "", cost)
+    if not seen.problem:
+        named = [(name, each) for name, each in seen.plain.named_buffers() if each.dtype in FLOATS]
+        yield from _spoilt([name for name, each in named if _kinds([each]) - {"-inf"}])
 
 
 def _unseen(seen):
@@ -2173,7 +2244,7 @@ def _unseen(seen):
 
 SPOILS, MAY = (functools.partial(_settings, severity=severity) for severity in ("certain", "likely"))
 JUDGES = [SPOILS, _stopped, _no_gradient, _skipped, _norms_seen, _hidden, _cast]
-JUDGES += [_rounded, MAY, _too_large, _unseen]
+JUDGES += [_rounded, MAY, _too_large, _left_out, _unseen]
 
 
 # 12. bisect

@@ -610,6 +610,19 @@ def counted(x):
     return x + 1e-9 * torch.zeros(8, dtype=BF16).index_add(0, torch.zeros(600).int(), torch.ones(600).bfloat16())
 
 
+def waves(x):
+    return x + 1e-9 * (torch.linspace(0, 1, 512).bfloat16().float() * 1000).sin().sum()
+
+
+def distances(x):
+    points = 30 + torch.rand(64, 8)
+    return x + 1e-9 * (points.pow(2).sum(1).bfloat16() - 2 * (points @ points[0]).bfloat16() + 7500).sum()
+
+
+def decays(x):
+    return x + 1e-9 * torch.linspace(0.999, 0.9995, 8).bfloat16()
+
+
 class Year(nn.Module):
     def __init__(self):
         super().__init__()
@@ -672,12 +685,57 @@ def zeros():
         ({"mine": growing(), "dtype": FP16, "steps": 60}, "the scale grows back as fast as it falls", "certain"),
         ({"model": network(Year()), "dtype": BF16}, "column 0 of an input, 2,019 to 2,023: its 4 values", "likely"),
         ({"lr": 20.0, "steps": 12}, "training diverges: the loss grew", "likely"),
-        ({"model": network(Op(counted))}, "index_add in bfloat16 adds up to 256 what is 600 in float32", "likely"),
+        ({"model": network(Op(counted))}, "index_add gives numbers that are 57% off float32's", "likely"),
+        ({"model": network(Op(waves))}, "sin gives numbers that are", "likely"),
+        ({"model": network(Op(distances))}, "add gives numbers that are", "likely"),
+        ({"model": network(Op(decays))}, "all 8 numbers, 0.999 to 0.9995, become 1 in bfloat16", "likely"),
         ({"model": network(Named())}, "whole numbers up to 1,000 come out of bfloat16", "likely"),
     ],
 )
 def test_what_a_watch_finds(options, words, severity):
     found(after(**options), words, severity)
+
+
+def test_what_float32_makes_of_random_numbers_and_views_is_no_fault():
+    def dropped(x):
+        store = torch.zeros(4, 8, dtype=BF16)
+        store[:, 2] = x[:, 0]
+        return (store + F.dropout(x.bfloat16(), 0.5)) * torch.rand_like(store) + x
+
+    for dtype in (FP16, BF16):
+        model = network(nn.Dropout(), nn.BatchNorm1d(8), nn.LayerNorm(8), Op(dropped))
+        assert not worst(after(model=model, dtype=dtype, mine=scaler(enabled=dtype == FP16)))
+
+
+def test_a_step_of_an_optimizer_that_has_other_numbers():
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    with watch(model, optimizer, every=1, save=None) as seen:
+        train(model, optimizer, factors=[1.0] * 6)
+        for state in optimizer.state.values():
+            state["exp_avg_sq"].zero_()
+        train(model, optimizer, factors=[1.0] * 3)
+    found(seen.report, "a single step, in pass 7, changed weights by", "likely")
+
+
+def test_a_loss_that_comes_back_to_where_it_was():
+    model = network()
+    heights = [*torch.linspace(1, 0.1, 20), *torch.linspace(0.1, 1, 20)]
+    with watch(model, sgd(model), save=None) as seen:
+        for height in heights:
+            (model(torch.rand(4, 8)) * 0 + height).mean().backward()
+    found(seen.report, "training diverges: the loss fell from 0.905 to 0.1", "likely")
+
+
+def test_passes_without_a_backward_and_buffers_of_an_evaluation():
+    model = nn.Sequential(network(), nn.BatchNorm1d(8))
+    with watch(model, sgd(model), save=None) as seen:
+        for _ in range(6):
+            model(torch.rand(4, 8))
+        model[1].running_var[0] = math.inf
+        model.eval()(torch.rand(4, 8))
+    found(seen.report, "7 forward passes in a row, and no backward", "likely")
+    found(seen.report, "buffers that are not finite", "certain")
 
 
 def test_steps_as_large_as_the_weights_and_clipping_that_leaves_a_direction():
