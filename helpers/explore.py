@@ -440,22 +440,26 @@ def walk(paths, unit, title, start):
     _show([has, dots, total, result], inputs, title, text, offset=8, width=WIDTH, height=120)
 
 
-def schedule(took, workers, waits):
-    """When each part of a machine works, as rows for `timeline`, if steps take the times `took`, a DataFrame in ms with
-    columns `load`, `launch` and `compute`. Each of `workers` has at most two batches ahead, as PyTorch's do; without
-    any the main process loads. With `waits` it does nothing more until the device is done.
+def schedule(load, launch, ops, workers, waits, steps=60):
+    """When each part of a machine works, as rows for `timeline`: all times in ms.
+
+    `load`: a batch; `launch`: all of a step's launches; `ops`: the device's time for each op, which starts when it is
+    launched and the device is free. Each of `workers` has at most two batches ahead, as PyTorch's do; without any the
+    main process loads. With `waits` it does nothing more until the device is done, as `.item()` does.
     """
     rows, taken, free, main, done = [], [], {}, 0.0, 0.0
-    for step, (load, launch, compute) in enumerate(took[["load", "launch", "compute"]].to_numpy().tolist()):
+    for step in range(steps):
         loader = f"worker {step % workers + 1}" if workers else "main process"
         room = taken[step - 2 * workers] if workers and step >= 2 * workers else 0.0
         free[loader] = (max(free.get(loader, 0.0), room) if workers else main) + load
         rows.append((loader, "load", step, free[loader] - load, free[loader]))
         taken.append(max(main, free[loader]))
-        main = taken[-1] + launch
+        main = taken[-1]
+        for op in ops:
+            main += launch / len(ops)
+            done = max(main, done) + op
         rows.append(("main process", "launch", step, taken[-1], main))
-        done = max(main, done) + compute
-        rows.append(("device", "compute", step, done - compute, done))
+        rows.append(("device", "compute", step, done - sum(ops), done))
         main = done if waits else main
     return pd.DataFrame(rows, columns=["part", "work", "step", "start", "end"])
 
@@ -554,10 +558,10 @@ def ring(held, title):
         says = "adds what the next one sends" if step < world else "takes over a sum that is complete"
         says = f"step {step} of {len(held) - 1}: each {says if step else 'has its own numbers'}"
         for (process, part), bits in np.ndenumerate(now.numpy()):
-            whose = [str(other) for other in range(world) if bits >> other & 1]
+            whose = ["abcdefgh"[other] for other in range(world) if bits >> other & 1]
             has = "its own numbers" if len(whose) == 1 else "all" if len(whose) == world else "a part of the sum"
             frame = 3 if step and bits != held[step - 1][process, part] else 0
-            place = {"process": f"process {process}", "part": f"part {part}"}
+            place = {"process": f"process {'abcdefgh'[process]}", "part": f"part {part}"}
             rows.append({"step": step, **place, "sum": " + ".join(whose), "has": has, "frame": frame, "says": says})
     step = _slider("step", "step ", range(len(held)), 2)
     base = _chosen(pd.DataFrame(rows), "step")
@@ -569,7 +573,7 @@ def ring(held, title):
     frame = alt.StrokeWidth("frame:Q", scale=None)
     boxes = base.mark_rect(stroke="#333333").encode(x, y, color=color, strokeWidth=frame)
     sums = base.mark_text(align="center", baseline="middle", color="black").encode(x, y, text="sum:N")
-    first = base.transform_filter("datum.process == 'process 0' && datum.part == 'part 0'")
+    first = base.transform_filter("datum.process == 'process a' && datum.part == 'part 0'")
     words = first.mark_text(x=0, y=-44, fontWeight="bold").encode(text="says:N")
     text = f"What {world} processes have of {world} parts, with a slider: {title}. The slider moves the step."
     _show([boxes, sums, words], [step], title, text, offset=24, width=WIDTH - 80, height=44 * world)

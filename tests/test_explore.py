@@ -171,20 +171,22 @@ def test_one_step_is_drawn_without_inputs_and_names_what_is_wide_enough(chart):
 
 
 def test_a_schedule_without_workers_adds_up_and_with_enough_the_device_never_rests():
-    took = pd.DataFrame({"load": [10.0] * 9, "launch": 3.0, "compute": 8.0})
-
     def pace(workers, waits):
-        ends = explore.schedule(took, workers, waits).query("part == 'device'").end.to_numpy()
-        return np.diff(ends)
+        rows = explore.schedule(10.0, 3.0, [8.0], workers, waits, steps=9)
+        return np.diff(rows.query("part == 'device'").end.to_numpy())
 
     assert np.allclose(pace(0, True), 21) and np.allclose(pace(0, False), 13)
     assert np.allclose(pace(1, True)[2:], 11) and np.allclose(pace(1, False)[2:], 10)
     assert np.allclose(pace(3, True)[2:], 11) and np.allclose(pace(3, False)[2:], 8)
 
 
+def test_a_device_begins_with_the_first_op_that_is_launched():
+    rows = explore.schedule(0.0, 4.0, [1.0, 1.0, 1.0, 1.0], 0, waits=True, steps=2)
+    assert rows.query("part == 'device'").end.tolist() == [5.0, 10.0], "three ops run beside the launches"
+
+
 def test_a_worker_has_at_most_two_batches_ahead():
-    took = pd.DataFrame({"load": [1.0] * 8, "launch": 0.0, "compute": 100.0})
-    rows = explore.schedule(took, 1, waits=True)
+    rows = explore.schedule(1.0, 0.0, [100.0], 1, waits=True, steps=8)
     loaded, begun = (rows[rows.part == part].set_index("step") for part in ("worker 1", "device"))
     for step in range(2, 8):
         assert loaded.start[step] >= begun.start[step - 2], "the room of a batch is free once it was taken"
@@ -195,10 +197,10 @@ def test_a_ring_says_whose_numbers_are_where_and_frames_what_has_come(chart):
     (rows,) = data[explore.VEGA_LITE]["datasets"].values()
     now = [(row["sum"], row["has"], row["frame"] > 0) for row in rows if row["step"] == 1]
     assert now == [
-        ("0", "its own numbers", False),
-        ("0 + 1", "all", True),
-        ("0 + 1", "all", True),
-        ("1", "its own numbers", False),
+        ("a", "its own numbers", False),
+        ("a + b", "all", True),
+        ("a + b", "all", True),
+        ("b", "its own numbers", False),
     ]
     assert [rows[place]["says"] for place in (0, 4, 8)] == [
         "step 0 of 2: each has its own numbers",
