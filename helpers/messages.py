@@ -75,9 +75,10 @@ def anchor(heading):
     return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
 
 
-def paste_box():
-    """A text field that needs no kernel: of the first message that `find` would find the cause, the fix, and links to
-    its case, its page and those of two more. If there is none, a symptom's words are looked for, or links lead on.
+def paste_box(message=""):
+    """A text field that needs no kernel, and holds a message: of the first that `find` would find the cause, the fix,
+    and links to its case, its page and those of two more. If there is none, a symptom's words are looked for, or links
+    lead on.
     """
     symptoms = load("symptom")
     before = symptoms.pattern.str.startswith("^")
@@ -88,7 +89,9 @@ def paste_box():
     for place, way in enumerate(WAYS, 1):
         link = f"14_troubleshooting_clinic.html#{anchor(way.partition(':')[0])}"
         rows.append({"pattern": "", "way": place, "says": f"{ARROW} {way}", "case link": link})
-    text = alt.param("text", value="", bind=alt.binding(input="search", name="message ", placeholder="RuntimeError: "))
+    text = alt.param(
+        "text", value=message, bind=alt.binding(input="search", name="message ", placeholder="RuntimeError: ")
+    )
     some_words = "length(trim(text)) > 7 && indexof(datum.said, lower(trim(text))) >= 0"
     found = alt.Chart(pd.DataFrame(rows).reset_index(names="order"))
     found = found.transform_filter(f"test(regexp(datum.pattern, 'i'), text) || {some_words}")

@@ -204,7 +204,7 @@ def test_every_stored_chart_moves_without_a_kernel(lab, page):
 def test_the_paste_box_answers_without_a_kernel(lab, page):
     address, token, copy = lab
     clinic = nbformat.read(ROOT / "notebooks" / "14_troubleshooting_clinic.ipynb", as_version=4)
-    clinic.cells = [cell for cell in clinic.cells if "messages.paste_box()" in cell.source]
+    clinic.cells = [cell for cell in clinic.cells if "messages.paste_box(" in cell.source]
     clinic.metadata.language_info.version = platform.python_version()
     nbformat.write(clinic, copy / "notebooks" / "pasted.ipynb")
     page.goto(f"{address}/lab/tree/notebooks/pasted.ipynb?reset&token={token}")

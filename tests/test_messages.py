@@ -702,6 +702,13 @@ def drawn(spec):
     return " ".join(re.findall(r"<t(?:ext|span)[^>]*>([^<]+)<", svg))
 
 
+def test_the_box_holds_the_message_that_it_is_given(monkeypatch):
+    shown = []
+    monkeypatch.setattr(explore, "display", lambda data, **_: shown.append(data))
+    messages.paste_box("Attempting to unscale FP16 gradients.")
+    assert "float32" in drawn(shown[0][explore.VEGA_LITE])
+
+
 def test_a_browser_s_expressions_find_what_python_s_find():
     """All texts against all patterns, by Vega."""
     texts = [*MESSAGES.message, *MESSAGES.also.explode().dropna(), *PASTED, *WORDS]
