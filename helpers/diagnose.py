@@ -1201,6 +1201,7 @@ class _Looks:
     def around_backward(self, stepped):
         """`stepped`: whether a step has used the gradients that are there."""
         found = _gradients(self.seen.trained) if self.on or self.sums_due else {}
+        stepped = stepped and len(self.seen.optimizers) == 1  # of several, one's backward may pass through all
         used = [each for each in found.values() if not each.is_sparse] if self.on and stepped else []
         used = [(gradient, _sample(gradient)) for gradient in used]
         sums = {name: each for name, each in found.items() if each.dtype in SIXTEEN and type(each) is torch.Tensor}
@@ -1340,6 +1341,7 @@ class watch:
         self.at_once = self.device.type == "cpu" or every == 1  # read each pass: a replay finds module and op
         self.passes = self.steps = self.skipped = 0
         self.left_out = 0  # forward passes since the last backward
+        self.scales = {}  # the last of each scaler
         self.trend, self.scale, self.cast = deque(maxlen=256), math.nan, None  # of the last passes
         self.streak, self.last_bad, self.bad_pass = 0, -1, -1  # bad gradients: steps in a row, the last step and pass
         self.saved = self.good = self.loss = None  # the last pass, the last good one, the last `_Loss`
@@ -1405,10 +1407,12 @@ class watch:
     def _judge(self, number, step, labels, values, intact):
         """Whether a pass was finite. `intact`: the weights are still those of that pass."""
         of = lambda kind: [value for (one, _), value in zip(labels, values) if one == kind]
-        loss, scale, gradients = of("loss"), of("scale"), of("gradient")
+        loss = [*of("loss"), *filter(math.isfinite, of("penalty"))]
+        scale, gradients = of("scale"), of("gradient")
         if scale:
-            self.skipped += scale[0] < self.scale
-            self.scale = scale[0]
+            name = next(name for kind, name in labels if kind == "scale")  # two networks may have a scaler each
+            self.skipped += scale[0] < self.scales.get(name, math.nan)
+            self.scale = self.scales[name] = scale[0]
         if loss:
             largest = labels[values.index(max(gradients))][1] if gradients else ""
             rate = next((float(group.get("lr", 0)) for group in _groups(self.optimizers)), 0)
@@ -1695,8 +1699,10 @@ class _Hooks:
             raw = [node.metadata["loss"] for node in seen.loss.region if "loss" in node.metadata]  # not scaled
             seen.calls.not_scaled += _is_on(seen.scaler) and not raw
             value = (raw[0] if raw else loss.detach()).float().reshape(())
-            self._note("loss", "", [value])
-            if seen.at_once and not math.isfinite(value.item()):
+            # Of scaled gradients, as a penalty is made: an overflow is the scaler's routine.
+            routine = any("scaled gradient" in node.metadata for node in seen.loss.region)
+            self._note("penalty" if routine else "loss", "", [value])
+            if seen.at_once and not routine and not math.isfinite(value.item()):
                 seen.explain("loss", self.labels, self.values)
             elif seen.at_once and value.item() == 0 and (origin := seen.loss.origin()):
                 seen.flat = origin.words
@@ -1718,7 +1724,7 @@ class _Hooks:
         self.values += norms
         seen.looks.gradients(found, norms)
         if _is_on(seen.scaler):
-            self._note("scale", "", [seen.scaler.scale(torch.ones((), device=seen.device))])
+            self._note("scale", id(seen.scaler), [seen.scaler.scale(torch.ones((), device=seen.device))])
         seen.passes += 1
         seen.left_out = 0
         if self.values:

@@ -727,6 +727,33 @@ def test_a_loss_that_comes_back_to_where_it_was():
     found(seen.report, "training diverges: the loss fell from 0.905 to 0.1", "likely")
 
 
+def test_two_scalers_of_different_scale_are_no_falls():
+    both = [network(), network()]
+    model = nn.ModuleList(both)
+    runs = [(each, sgd(each), scaler(init_scale=2.0**power)) for each, power in zip(both, (16, 4))]
+    with watch(model, [optimizer for _, optimizer, _ in runs], save=None) as seen:
+        for _ in range(10):
+            for run in runs:
+                train(*run, dtype=FP16)
+    assert seen.skipped == 0 and not worst(seen.report), seen
+
+
+def test_a_penalty_that_overflows_by_its_scale_is_a_skipped_step():
+    model = network()
+    optimizer, mine = sgd(model, lr=1e-3), scaler(init_scale=2.0**30)
+    with watch(model, optimizer, mine, save=None) as seen:
+        for _ in range(12):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", FP16):
+                loss = squares(model(torch.rand(4, 8)))
+            gradients = torch.autograd.grad(mine.scale(loss), [*model.parameters()], create_graph=True)
+            penalty = sum((gradient / mine.get_scale()).square().sum() for gradient in gradients)
+            mine.scale(loss + penalty).backward()
+            mine.step(optimizer)
+            mine.update()
+    assert seen.problem is None and seen.skipped > 2, seen
+
+
 def test_passes_without_a_backward_and_buffers_of_an_evaluation():
     model = nn.Sequential(network(), nn.BatchNorm1d(8))
     with watch(model, sgd(model), save=None) as seen:
