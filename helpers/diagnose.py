@@ -2222,12 +2222,16 @@ def _too_large(seen):
 
 
 def _left_out(seen):
-    """Passes that no backward followed, and buffers that only an evaluation uses."""
+    """Passes that no backward followed."""
     if seen.left_out > 4 and not (seen.passes or seen.problem or seen.error):
         low = [dtype for dtype in sorted(set(seen.looks.dtypes.values())) if "16" in dtype]
         cost = "As of a loop that leaves out what is not finite. The model's outputs are finite: look at the loss. "
         cost += f"They are {_some(low)}: compute it of `.float()`." if low else "By what does it divide?"
         yield likely(f"{seen.left_out} forward passes in a row, and no backward", "", cost)
+
+
+def _for_evaluation(seen):
+    """Buffers that only an evaluation uses."""
     if not seen.problem:
         named = [(name, each) for name, each in seen.plain.named_buffers() if each.dtype in FLOATS]
         yield from _spoilt([name for name, each in named if _kinds([each]) - {"-inf"}])
@@ -2250,7 +2254,7 @@ def _unseen(seen):
 
 SPOILS, MAY = (functools.partial(_settings, severity=severity) for severity in ("certain", "likely"))
 JUDGES = [SPOILS, _stopped, _no_gradient, _skipped, _norms_seen, _hidden, _cast]
-JUDGES += [_rounded, MAY, _too_large, _left_out, _unseen]
+JUDGES += [_rounded, MAY, _too_large, _left_out, _for_evaluation, _unseen]
 
 
 # 12. bisect
