@@ -302,7 +302,7 @@ def _scales(model, optimizers, scaler):
     elif scale < 1 or scale == getattr(scaler, "min_scale", None):
         where = "below 1" if scale < 1 else "at its minimum"
         cost = "Overflow ends at a low scale: these gradients are bad for another reason."
-        yield likely(f"the scale is {where}: {scale:g}", "", cost, "The scale that only falls")
+        yield likely(f"the scale is {where}: {scale:g}", "", cost, "Loss scale falls in every step")
     backoff = scaler.get_backoff_factor() if hasattr(scaler, "get_backoff_factor") else 0.5
     if backoff > 0.8:
         steps = math.log(0.5) / math.log(backoff) if backoff < 1 else math.inf
@@ -326,7 +326,7 @@ def _masters(model, optimizers, scaler):
         cost = f"An update below {half_a_step:.2g} of its weight is rounded away{decays}{unless}. "
         cost += "Load or cast what trains as FP32."
         what = f"16-bit weights that train, without FP32 masters: {_count(low.values())}"
-        case = "Sharded without masters" if _is_fsdp(model) else "The small learning rate"
+        case = "Weights do not change with FSDP2" if _is_fsdp(model) else "Weights do not change in 16 bits"
         yield (note if foreign else likely)(what, _whole(model, low), cost, case)
     fp16 = [name for name, weight in low.items() if weight.dtype == FP16]
     if fp16 and _is_on(scaler):
@@ -334,7 +334,9 @@ def _masters(model, optimizers, scaler):
         raises = f"`{'unscale_' if fused else 'scaler.step'}` raises 'Attempting to unscale FP16 gradients'."
         cost = f"{raises} Train FP32 weights; autocast makes the fp16."
         say = likely if fused or not optimizers else certain
-        yield say("a GradScaler over trained fp16 weights", _whole(model, fp16), cost, "Fine-tuning in fp16")
+        yield say(
+            "a GradScaler over trained fp16 weights", _whole(model, fp16), cost, "Attempting to unscale FP16 gradients"
+        )
 
 
 def _lost_decay(weights, optimizers):
@@ -372,7 +374,7 @@ def _states(model, optimizers, scaler):
         fp16 = any(weight.dtype == FP16 for weight in group["params"]) and not group.get("fused")
         if fp16 and 0 < eps <= ZERO:
             cost = "Where the second moment is 0 too, the step divides by 0: inf or NaN. FP32 weights, or eps=1e-4."
-            yield certain(f"{name}'s eps = {eps:g} is 0 in fp16", "", cost, "Adam in fp16")
+            yield certain(f"{name}'s eps = {eps:g} is 0 in fp16", "", cost, "Weights are NaN after one step of Adam")
         if zero > 0.01:
             cost = "Squares of small gradients are 0 in fp16: such weights take huge steps. Keep it in FP32."
             yield certain(f"{name}'s second moment in fp16 is 0: up to {zero:.0%}", "exp_avg_sq", cost)
@@ -394,7 +396,7 @@ def _training(model, optimizers, scaler):
     if held and len(missing) == len(trained) > 0 and shapes >= {tuple(weight.shape) for weight in trained.values()}:
         if not any(weight.dtype in SIXTEEN for weight in trained.values()):  # else it holds masters
             cost = "The model was built again, moved or wrapped after it: `step` changes other weights."
-            yield certain("the optimizer holds none of the model's weights", "", cost, "No inf checks")
+            yield certain("the optimizer holds none of the model's weights", "", cost, "No inf checks were recorded")
     elif held and missing:
         cost = "Only another optimizer moves them."
         yield likely("trainable weights that the optimizer lacks", _whole(model, missing), cost)
@@ -414,7 +416,7 @@ def _modules(model, optimizers, scaler):
     fp16 = {name: part for name, part in model.named_modules() if any(w.dtype == FP16 for w in part.parameters(False))}
     eps = {name: getattr(part, "eps", None) or 1 for name, part in fp16.items()}
     if eps := [f"{name}.eps = {value:g}" for name, value in eps.items() if value <= ZERO]:
-        yield likely("an eps that is 0 in fp16", eps, "It guards no division.", "Vectors of length 1")
+        yield likely("an eps that is 0 in fp16", eps, "It guards no division.", "Normalized vectors are NaN in fp16")
     buffers = [name for name, buffer in model.named_buffers() if buffer.dtype in SIXTEEN]
     if places := [name for name in buffers if re.search("inv_freq|position|rotary|freqs", name)]:
         cost = "bf16 counts to 256 and fp16 to 2048 in steps of 1: later positions fall together."
@@ -451,7 +453,7 @@ def _numbers(model, optimizers, scaler):
     sizes = {name: _largest([weight]) for name, weight in weights.items()}
     over = [f"{name}: {size:,.0f}" for name, size in sizes.items() if LARGEST < size < math.inf]
     if over and AUTOCAST.get(model, FP16 if _is_on(scaler) else None) == FP16:
-        yield likely("weights above 65504", over, "fp16 makes inf of them.", "The convolution")
+        yield likely("weights above 65504", over, "fp16 makes inf of them.", "Convolution gives inf in fp16")
     sizes = {name: _largest([each]) for name, each in buffers.items() if name not in bad and each.dtype != FP16}
     if over := [f"{name}: {size:,.0f}" for name, size in sizes.items() if LARGEST < size < math.inf]:
         yield note("buffers above 65504", over, "`.half()` makes inf of them.")
@@ -460,7 +462,7 @@ def _numbers(model, optimizers, scaler):
 def _spoilt(buffers):
     if buffers:
         cost = "Evaluation uses them, and training does not. A skipped step does not undo them, nor does fp16 hold all."
-        yield certain("buffers that are not finite", buffers, cost, "NaN in evaluation only")
+        yield certain("buffers that are not finite", buffers, cost, "Loss is NaN only in evaluation")
 
 
 def _switches(model, optimizers, scaler):
@@ -476,14 +478,14 @@ def _switches(model, optimizers, scaler):
         yield likely("fp16 products are summed in fp16", "allow_fp16_accumulation", "Long sums overflow.")
     if torch.is_autocast_enabled(device.type):
         cost = "A region that spans steps keeps its cast copies of the weights: forward does not see their changes."
-        yield likely("autocast is on around this call", "", cost, "The loss that stands still")
+        yield likely("autocast is on around this call", "", cost, "Loss stays the same in every step")
     used = {weight.dtype for weight in model.parameters()} | {AUTOCAST.get(model)}
     slow = [_short(dtype) for dtype, there in _native(device).items() if dtype in used and not there]
     sizes = {name: tuple(weight.shape[:2]) for name, weight in model.named_parameters() if weight.dim() > 1}
     odd = [f"{name} {size}" for name, size in sizes.items() if 1 not in size and any(one % 8 for one in size)]
     words += f"; no {' or '.join(slow)} units ({device})" if slow else ""
     words += f"; not multiples of 8, which Tensor Cores want: {_some(odd, 2)}" if odd else ""
-    yield note(words, "", "", "No faster step" if slow or odd else "")
+    yield note(words, "", "", "Step is slower in 16 bits" if slow or odd else "")
 
 
 def _native(device):
@@ -532,7 +534,7 @@ def audit(model, optimizer=None, scaler=None):
     >>> model = torch.nn.Linear(8, 8).half()
     >>> report = audit(model, torch.optim.Adam(model.parameters()), torch.amp.GradScaler("cpu"))
     >>> report.findings.query("severity == 'certain'")["case"].tolist()
-    ['Fine-tuning in fp16', 'Adam in fp16']
+    ['Attempting to unscale FP16 gradients', 'Weights are NaN after one step of Adam']
     """
     parts, run = (*SETTINGS, _numbers, _switches, _inventory), (_plain(model), _list(optimizer), scaler)
     with torch.no_grad():
@@ -1640,7 +1642,7 @@ class _Hooks:
                 cost = (
                     "One region around many steps keeps its first cast copies of the weights: forward sees no update."
                 )
-                seen.tell(certain(what, "", cost, "The loss that stands still"))
+                seen.tell(certain(what, "", cost, "Loss stays the same in every step"))
         if seen.passes % seen.every == 0 and not self.labels:
             seen.looks.begin(seen.passes + 1)
             self._see_outputs()
@@ -1932,12 +1934,12 @@ def _grown(seen):
 
 
 CASES = {  # the clinic's, by what the words of an Origin hold
-    "all of it is masked": "The empty sentence",
-    r"mm made inf \(float16|convolution made inf \(float16": "The convolution",
-    r"in the loss: (mul|pow|mseloss) made inf \(float16": "A loss of squares",
-    "divides by 0.* where float32 may": "Vectors of length 1",
-    "backward.*sqrt": "The scale that only falls",
-    "compiled code made it": "The layer taken out and compiled",
+    "all of it is masked": "Attention is NaN for rows of padding",
+    r"mm made inf \(float16|convolution made inf \(float16": "Convolution gives inf in fp16",
+    r"in the loss: (mul|pow|mseloss) made inf \(float16": "Loss is inf but every output is finite",
+    "divides by 0.* where float32 may": "Normalized vectors are NaN in fp16",
+    "backward.*sqrt": "Loss scale falls in every step",
+    "compiled code made it": "Gradients are inf in a compiled float32 layer",
 }
 
 
@@ -2092,7 +2094,7 @@ def _skipped(seen):
         what = f"{seen.skipped} of {tries} steps are skipped: the scale grows back as fast as it falls"
         yield certain(what, "", cost)
     else:
-        yield note(f"gradients overflowed; {falls}", "", "A scaler's routine.", "Skipped first steps")
+        yield note(f"gradients overflowed; {falls}", "", "A scaler's routine.", "Loss scale falls in the first steps")
 
 
 def _cast(seen):
@@ -2102,10 +2104,10 @@ def _cast(seen):
     fp32 = seen_all and seen.cast is None and set(seen.looks.dtypes.values()) == {"float32"}
     if seen.saved and seen.saved.get("backward in autocast"):
         cost = "Its products are cast too, also of parts that were taken out. Leave the region before it."
-        yield likely("backward was called under autocast", "", cost, "The layer taken out")
+        yield likely("backward was called under autocast", "", cost, "Gradients are inf in a float32 layer")
     if seen.cast == BF16 and scaled:
         cost = "bf16 has float32's range and needs no scale: it doubles until float32 overflows. Remove the scaler."
-        yield likely("bf16 autocast with a GradScaler", "", cost, "The scale that only rises")
+        yield likely("bf16 autocast with a GradScaler", "", cost, "Loss scale grows without end in bf16")
     if seen.cast == FP16 and not scaled:
         off = ": it is disabled" if seen.scaler is not None else ""
         cost = "Small gradients become 0 in the backward. Add a GradScaler, or use bf16."
@@ -2150,7 +2152,7 @@ def _norms_seen(seen):
         what = f"the norm of the gradients falls from {first:,.4g} to {last:,.4g} between backward and unscale_"
         cost = "Clipping acts on scaled gradients; unscaling then makes them too small. Call `unscale_` before it."
         to_a_limit = abs(last - float(f"{last:.2g}")) < 1e-3 * last
-        yield (certain if to_a_limit else likely)(what, "", cost, "Clipped to a small norm")
+        yield (certain if to_a_limit else likely)(what, "", cost, "Loss hardly falls with clipping")
     at_step = (step / made).dropna()
     if not _is_on(seen.scaler) and len(at_step) > 1 and 0 < at_step.max() < 1e-3:
         sizes = f"{made.median():,.0f} to {step.median():.3g}"
@@ -2161,7 +2163,7 @@ def _norms_seen(seen):
         yield certain("gradients are 0 at the step, and were not after the backward", "", cost)
     if get("old gradient").max() > 0:
         cost = "Gradients that a step has used are still there at the next backward, which adds to them."
-        yield likely("gradients are not set to zero", "", cost, "The loop without zero_grad")
+        yield likely("gradients are not set to zero", "", cost, "Training diverges without GradScaler")
     moved = get("moved")
     if len(moved) > 1 and moved.max() == 0:
         rates = [float(group.get("lr", 1)) for group in _groups(seen.optimizers)]
@@ -2184,7 +2186,7 @@ def _rounded(seen):
         cost = f"The weights have no FP32 masters: what is below {half_a_step:.2g} of a weight is lost"
         cost += f", lr * weight_decay = {decay:.2g} with it." if decay else "."
         what = f"updates that rounding takes away: up to {lost.max():.0f}%"
-        yield likely(what, [*lost.index], cost, "The small learning rate")
+        yield likely(what, [*lost.index], cost, "Weights do not change in 16 bits")
     if len(sums):
         what = f"gradients in 16 bits, summed over passes: what a pass adds is rounded away, up to {sums.max():.0f}%"
         yield likely(what, [*sums.index], "Add them up in FP32.")

@@ -54,7 +54,7 @@ def find(text):
     Examples
     --------
     >>> find("E   ValueError: Attempting to unscale FP16 gradients.").case.item()
-    '14_troubleshooting_clinic#Fine-tuning in fp16'
+    '14_troubleshooting_clinic#Attempting to unscale FP16 gradients'
     """
     table = load()
     held = table.pattern.map(lambda pattern: bool(re.search(pattern, text, FLAGS)))

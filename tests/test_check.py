@@ -169,8 +169,12 @@ def test_pictures_stand_below_a_wrong_answer(capsys):
     assert words.splitlines()[1].startswith("fp16       0 | 01111 | 1000000000   1.5")
 
 
-@pytest.mark.parametrize("case", ["Clipped to a small norm", "The clipping hook"])
+@pytest.mark.parametrize("case", ["Loss hardly falls with clipping", "Clipping fails with a fused optimizer"])
 def test_patient_d_fits_two_cases(case, capsys):
-    answers = {"A": "The scale that only falls", "B": "Skipped first steps", "C": "The loss that stands still"}
-    answers |= {"D": case, "E": "A loss of squares"}
+    answers = {
+        "A": "Loss scale falls in every step",
+        "B": "Loss scale falls in the first steps",
+        "C": "Loss stays the same in every step",
+    }
+    answers |= {"D": case, "E": "Loss is inf but every output is finite"}
     assert said(check.case_of, answers.get, capsys).startswith("Right. ")

@@ -755,7 +755,7 @@ WORDS = {  # without a message
     [
         *WORDS.items(),
         ("", messages.ASK),
-        (next(iter(PASTED)), "notebook 14, Fine-tuning in fp16"),
+        (next(iter(PASTED)), "notebook 14, Attempting to unscale FP16 gradients"),
         ("the loss is NaN since yesterday", "The loss is NaN, or the scale falls. Ask first"),
         ("it is not faster", "It is not faster. Ask first"),
         ("out of memory", "CUDA out of memory."),

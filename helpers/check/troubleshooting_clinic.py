@@ -103,16 +103,22 @@ def first_bad(model, batch):
 
 _LOGS = {
     "A": (
-        ["The scale that only falls"],
+        ["Loss scale falls in every step"],
         "Infinities would end when the scale is low enough; this scale never recovers.",
     ),
-    "B": (["Skipped first steps"], "The scale finds its place, and the loss falls: what is wrong with that?"),
+    "B": (
+        ["Loss scale falls in the first steps"],
+        "The scale finds its place, and the loss falls: what is wrong with that?",
+    ),
     "C": (
-        ["The loss that stands still"],
+        ["Loss stays the same in every step"],
         "The weights change, so nothing is absorbed or skipped. Which weights does forward see?",
     ),
-    "D": (["Clipped to a small norm", "The clipping hook"], "A norm of 80,000 before clipping: of which gradients?"),
-    "E": (["A loss of squares"], "The modules are well. What comes after them?"),
+    "D": (
+        ["Loss hardly falls with clipping", "Clipping fails with a fused optimizer"],
+        "A norm of 80,000 before clipping: of which gradients?",
+    ),
+    "E": (["Loss is inf but every output is finite"], "The modules are well. What comes after them?"),
 }
 
 
@@ -130,7 +136,7 @@ def _but(patient, case):
 
 @exercise(
     cases=[(patient,) for patient in _LOGS],
-    mistakes={hint: _but(patient, "Fine-tuning in fp16") for patient, (_, hint) in _LOGS.items()},
+    mistakes={hint: _but(patient, "Attempting to unscale FP16 gradients") for patient, (_, hint) in _LOGS.items()},
     observe=_diagnosed,
 )
 def case_of(patient):
@@ -188,12 +194,12 @@ def _with(fault):
         "The gradients of the last step are still there: `zero_grad` without brackets calls nothing.": (
             _with("no zero_grad")
         ),
-        "The clipped norm is that of scaled gradients: *Clipped to a small norm*.": _with("not unscaled"),
-        "The schedule moves on where the optimizer's step was skipped: *A warning of the scheduler*.": _with("ahead"),
+        "The clipped norm is that of scaled gradients: *Loss hardly falls with clipping*.": _with("not unscaled"),
+        "The schedule moves on where a step was skipped: *lr_scheduler step before optimizer step*.": _with("ahead"),
         "When the scale has grown, the step was taken too: only a scale that fell tells of a skipped one.": (
             _with("only if equal")
         ),
-        "Leave the autocast region before backward: *The layer taken out*.": _with("backward inside"),
+        "Leave the autocast region before backward: *Gradients are inf in a float32 layer*.": _with("backward inside"),
         "Take one training step.": lambda *arguments: 0.5,
     },
     observe=_treated,
