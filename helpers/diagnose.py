@@ -331,12 +331,10 @@ def _masters(model, optimizers, scaler):
     fp16 = [name for name, weight in low.items() if weight.dtype == FP16]
     if fp16 and _is_on(scaler):
         fused = any(group.get("fused") for group in _groups(optimizers))
-        raises = f"`{'unscale_' if fused else 'scaler.step'}` raises 'Attempting to unscale FP16 gradients'."
-        cost = f"{raises} Train FP32 weights; autocast makes the fp16."
+        case, by = "Attempting to unscale FP16 gradients", "unscale_" if fused else "scaler.step"
+        cost = f"`{by}` raises '{case}.' Train FP32 weights; autocast makes the fp16."
         say = likely if fused or not optimizers else certain
-        yield say(
-            "a GradScaler over trained fp16 weights", _whole(model, fp16), cost, "Attempting to unscale FP16 gradients"
-        )
+        yield say("a GradScaler over trained fp16 weights", _whole(model, fp16), cost, case)
 
 
 def _lost_decay(weights, optimizers):

@@ -102,14 +102,8 @@ def first_bad(model, batch):
 
 
 _LOGS = {
-    "A": (
-        ["Loss scale falls in every step"],
-        "Infinities would end when the scale is low enough; this scale never recovers.",
-    ),
-    "B": (
-        ["Loss scale falls in the first steps"],
-        "The scale finds its place, and the loss falls: what is wrong with that?",
-    ),
+    "A": (["Loss scale falls in every step"], "Infinities would end when the scale is low enough; this goes on."),
+    "B": (["Loss scale falls in the first steps"], "The scale finds its place, and the loss falls: what is wrong?"),
     "C": (
         ["Loss stays the same in every step"],
         "The weights change, so nothing is absorbed or skipped. Which weights does forward see?",
