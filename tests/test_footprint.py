@@ -11,7 +11,6 @@ from functools import cache
 import pytest
 import timm
 import torch
-from coverage import Coverage
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, scaled_dot_product_attention
@@ -41,19 +40,6 @@ SLOW = ["tf_efficientnet_b0", "resnet50", "vit_small_patch16_224", "mobilenetv3_
 SLOW += ["convnext_tiny", "swin_tiny_patch4_window7_224", "mixer_s32_224"]
 FAMILIES = ["test_efficientnet", "test_resnet", "test_vit", "test_convnext"]  # small ones of timm's
 FAMILIES += [pytest.param(name, marks=pytest.mark.slow) for name in SLOW]
-
-untraced = pytest.mark.usefixtures("coverage_paused")
-
-
-@pytest.fixture
-def coverage_paused():
-    """Tracing makes torch's Python twice as slow, and the small tests below run every line of the module."""
-    tracing = Coverage.current()
-    if tracing:
-        tracing.stop()
-    yield
-    if tracing:
-        tracing.start()
 
 
 class OnDemand(dict):
@@ -121,7 +107,6 @@ def tracked(model, precision, optimizer="sgd"):
     return tracked_peak(model, torch.empty(shape_of(model)), precision, optimizer)
 
 
-@untraced
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_activations_and_peak_are_those_of_a_cpu(models, name, precision):
@@ -131,7 +116,6 @@ def test_activations_and_peak_are_those_of_a_cpu(models, name, precision):
     assert estimate.peak == pytest.approx(tracked(model, precision), rel=0.02)
 
 
-@untraced
 @pytest.mark.parametrize("optimizer", ["sgd_momentum", "adamw"])
 def test_the_peak_holds_the_optimizers_state(models, optimizer):
     model = models["test_resnet"]
@@ -144,7 +128,6 @@ def test_the_peak_holds_the_optimizers_state(models, optimizer):
 WIDER_UNDER_CUDA_AUTOCAST = {"test_convnext", "convnext_tiny", "swin_tiny_patch4_window7_224", "mixer_s32_224"}
 
 
-@untraced
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_cuda_keeps_the_same_but_for_autocasts_other_rules(models, name, precision):
@@ -157,7 +140,6 @@ def test_cuda_keeps_the_same_but_for_autocasts_other_rules(models, name, precisi
         assert on_cuda == pytest.approx(on_cpu, rel=0.02)
 
 
-@untraced
 @pytest.mark.parametrize(("name", "precision"), [("test_resnet", "fp32"), ("test_vit", "bf16")])
 def test_checkpointing_is_predicted(models, name, precision):
     model = copy.deepcopy(models[name])
@@ -215,7 +197,6 @@ def test_the_walk_through_the_graph_gives_the_engines_gradients(function_in_pyth
     assert losses == []
 
 
-@untraced
 @pytest.mark.parametrize("name", ["test_efficientnet", "test_vit"])
 def test_everything_but_weights_gradients_and_momentum_is_freed(models, name):
     model = models[name]
@@ -453,7 +434,6 @@ def test_a_batch_of_one_that_batch_norm_refuses_does_not_fit():
     assert largest_batch(10_000_000, build, (12,), "fp32") > 1
 
 
-@untraced
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_largest_batch_fits_and_one_more_does_not(models, precision):
     model, memory = timm.create_model("test_resnet", num_classes=1), 300_000_000
@@ -944,7 +924,6 @@ def test_a_compiler_makes_one_op_of_what_stands_between_two_products():
     assert (fused(ops).phase == "optimizer").sum() == 1
 
 
-@untraced
 def test_a_compiler_does_not_move_more(models):
     for name in ("test_resnet", "test_vit"):
         ops = roofline(lambda name=name: models[name], shape_of(models[name]), "fp16", "A100").ops
@@ -952,7 +931,6 @@ def test_a_compiler_does_not_move_more(models):
         assert len(fewer) < len(ops) / 2 and 0.2 < fewer.bytes.sum() / ops.bytes.sum() < 0.9
 
 
-@untraced
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize(("precision", "copies"), [("fp32", 0), ("bf16", 2)])
 def test_growth_tells_the_moments_of_another_batch(precision, copies, checkpointed):

@@ -189,7 +189,7 @@ def one_cell(source, *outputs):
 
 def fails_under_the_test_command(notebook, folder):
     nbformat.write(notebook, folder / "control.ipynb")
-    command = [sys.executable, "-m", "pytest", "-c", ROOT / "pyproject.toml", "--no-cov", folder / "control.ipynb"]
+    command = [sys.executable, "-m", "pytest", "-c", ROOT / "pyproject.toml", folder / "control.ipynb"]
     variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=variables)
     assert f"1 {'failed' if result.returncode else 'passed'}" in result.stdout, result.stdout
