@@ -209,12 +209,12 @@ def stacked_bars(table, title, unit):
 
 
 @in_style
-def curves(table, x, y, by, title, log2=(), log10=(), step=False, from_zero=True, shade=None, peaks=False):
+def curves(table, x, y, by, title, log2=(), log10=(), from_zero=True, shade=None, peaks=False):
     """One line for each value of column `by`: the mean of `y`, in a band from min to max. Its name stands at its end;
     with `peaks`, a dot, name and number stand at its largest mean. Where points are few each has a marker.
 
-    log2, log10: lists of the columns whose axes are logarithmic. step: the value holds until the next row's.
-    from_zero: the linear y axis begins at 0. shade: `{what happens there: (from, to)}` on x.
+    log2, log10: lists of the columns whose axes are logarithmic. from_zero: the linear y axis begins at 0.
+    shade: `{what happens there: (from, to)}` on x.
     """
     if table.empty:
         print(f"{title}: nothing to draw")
@@ -225,8 +225,7 @@ def curves(table, x, y, by, title, log2=(), log10=(), step=False, from_zero=True
     look = {"hue": by, "style": by, "palette": {name: color_of(name) for name in names}}
     look |= {"markers": table[x].nunique() <= 30, "markeredgewidth": 0, "markersize": 7}
     extremes = lambda values: (values.min(), values.max())
-    drawstyle = "steps-post" if step else "default"
-    sns.lineplot(table, x=x, y=y, errorbar=extremes, drawstyle=drawstyle, legend=False, ax=axes, **look)
+    sns.lineplot(table, x=x, y=y, errorbar=extremes, legend=False, ax=axes, **look)
     # Only now: on logarithmic axes seaborn would draw geometric means.
     if x in logs:
         axes.set_xscale("log", base=logs[x])
