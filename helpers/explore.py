@@ -579,17 +579,16 @@ def ring(held, title):
     _show([boxes, sums, words], [step], title, text, offset=24, width=WIDTH - 80, height=44 * world)
 
 
-def switches(lines, runs, title, off=()):
+def switches(lines, runs, title):
     """A loop with a switch a line: what each line leaves in the gradients, and above the loop how it ends.
 
     `lines` are pairs: a line, and what stands there without it ("": nothing). `runs` maps a tuple of 0 and 1, one a
     line, to `(sizes, says)`: the size of the gradients after each line that is reached (1: true, 0: there are none),
-    and a sentence. `off`: the numbers of the lines that are off at first.
+    and a sentence.
     """
     names = [f"line{'abcdefghijklm'[row]}" for row in range(len(lines))]
     inputs = [
-        alt.param(name, value=row not in off, bind=alt.binding_checkbox(name=line))
-        for row, (name, (line, _)) in enumerate(zip(names, lines))
+        alt.param(name, value=True, bind=alt.binding_checkbox(name=line)) for name, (line, _) in zip(names, lines)
     ]
     rows = pd.DataFrame([{"row": row, "on": on, "off": off or f"# {on}"} for row, (on, off) in enumerate(lines)])
     ends = [{"key": "".join(map(str, on)), "left": [*map(_size, sizes)], "says": s} for on, (sizes, s) in runs.items()]

@@ -235,8 +235,6 @@ def test_a_loop_says_what_each_line_leaves_in_the_gradients(chart):
     kinds = spec["layer"][1]["encoding"]["color"]["scale"]["domain"]
     assert {size.split("2^")[0] for sizes in left.values() for size in sizes} == set(kinds)
     assert [param["value"] for param in spec["params"]] == [True, True]
-    spec = chart(explore.switches, LINES, LOOPS, "Two lines", off=[1])[0][explore.VEGA_LITE]
-    assert [param["value"] for param in spec["params"]] == [True, False]
 
 
 def test_verdicts_have_the_colours_of_the_other_figures_and_room_for_the_last_interval(chart):
