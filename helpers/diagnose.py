@@ -1,6 +1,6 @@
 """What is wrong with a mixed-precision run: `audit` looks at it before it starts, `watch` while it trains.
 
-This one file can be copied into any project; it needs torch and pandas (and matplotlib, to plot).
+This one file can be copied into any project; it needs torch and pandas.
 
     print(audit(model, optimizer, scaler))          # no step needed
 
@@ -10,33 +10,19 @@ This one file can be copied into any project; it needs torch and pandas (and mat
 
 The first line that is printed is the verdict: the most probable cause, with its place, evidence and mend. Cases are
 headings of notebook 14, the clinic, where each is shown and mended.
-
-The parts, in the order of reading:
-
-    1. Findings and reports               what audit and watch answer with
-    2. Small questions                    to tensors, models, optimizers and processes
-    3. audit                              each function yields what it finds
-    4. A pass again, op by op             what made a number that is not finite, or 0; `replay`
-    5. The loss                           the same, by what autograd keeps of it
-    6. The calls of scaler and optimizer  missing, double or misplaced ones
-    7. The trend                          of loss and gradients over many passes
-    8. The close look                     at one pass of `every`: sizes, zeros, updates
-    9. watch                              its hooks, which only note numbers, and what it raises
-    10. The search                        for what made the first number that is not finite
-    11. The verdicts                      what was seen, judged
-    12. bisect                            which modules need FP32
 """
 
-import copy
+import dis
 import functools
 import gc
+import inspect
 import math
 import re
 import traceback
 import warnings
 import weakref
 from collections import Counter, deque
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import fields, is_dataclass
 from itertools import compress
 from pathlib import Path
@@ -48,14 +34,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 LARGEST = torch.finfo(FP16).max  # 65504
 ZERO = 2.0**-25  # from here down, numbers are 0 in fp16
 SIXTEEN = (FP16, BF16)
-FLOATS = (*SIXTEEN, FP32, torch.float64)
+FLOATS, WHOLE = (*SIXTEEN, FP32, torch.float64), (torch.int64, torch.int32)
 SAMPLE = 1024  # values of a tensor from which shares are estimated
 RECORDS = 128  # looks that are kept; beyond, every second one goes
 AUTOCAST = weakref.WeakKeyDictionary()  # of a model that was watched: the dtype of its autocast, None if it was not on
@@ -111,8 +97,32 @@ def _some(names, most=4):
 # 2. Small questions to tensors, models, optimizers and processes
 
 
-def _short(dtype):
-    return str(dtype).removeprefix("torch.")
+_short = lambda dtype: str(dtype).removeprefix("torch.")
+_percent = lambda places, among: 100 * (places & among).sum() / among.sum().clamp(min=1)
+_device = lambda model: next((weight.device for weight in model.parameters()), torch.device("cpu"))
+_gpus = lambda device: [device] if device.type == "cuda" else []
+_is_compiled = lambda module: hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+_trained = lambda model: {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+_gradients = lambda weights: {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
+_module_of = lambda weight: weight.rpartition(".")[0]
+_child = lambda name, child: f"{name}.{child}".lstrip(".")
+_is_fsdp = lambda model: any(hasattr(module, "_get_fsdp_state") for module in model.modules())
+# The dtypes that FSDP2 uses in a module; None if it does not shard it.
+_policy = lambda module: vars(module._get_fsdp_state())["_mp_policy"] if hasattr(module, "_get_fsdp_state") else None
+# The end of the whole numbers that a format holds one by one: 256 in bf16, 2048 in fp16.
+_last_whole = lambda dtype: 2 / torch.finfo(dtype).eps
+# How far apart the neighbours of a number are.
+_spacing = lambda size, dtype: torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(size))
+# What a node of autograd is the backward of.
+_op = lambda node: re.sub(r"Backward\d*$", "", node.name()).lower()
+# Whether a sum of outputs stops a run: -inf alone may be a mask.
+_stops = lambda value: math.isnan(value) or value == math.inf
+_in = lambda phase, module: f"in the {phase}, in {module or 'the model'}"
+# Whether a loss scaler works; one that cannot say so, as DeepSpeed's, does.
+_is_on = lambda scaler: scaler is not None and (not hasattr(scaler, "is_enabled") or scaler.is_enabled())
+_list = lambda value: list(value) if isinstance(value, (tuple, list)) else [value] if value is not None else []
+_groups = lambda optimizers: [group for one in optimizers for group in one.param_groups]
+_held = lambda optimizers: [weight for group in _groups(optimizers) for weight in group["params"]]
 
 
 def _count(tensors):
@@ -123,14 +133,23 @@ def _count(tensors):
     return ", ".join(f"{count:,} {dtype}" for dtype, count in counts.most_common())
 
 
-def _last_whole(dtype):
-    """The end of the whole numbers that a format holds one by one: 256 in bf16, 2048 in fp16."""
-    return 2 / torch.finfo(dtype).eps
+def _spacings(values, dtype):
+    """How far apart the neighbours of each number are, those of fp16's smallest too."""
+    eps, least = torch.finfo(dtype).eps, torch.finfo(dtype).smallest_normal
+    return torch.ldexp(torch.full_like(values, eps), torch.frexp(values).exponent - 1).clamp(min=least * eps)
 
 
-def _spacing(size, dtype):
-    """How far apart the neighbours of a number are."""
-    return torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(size))
+def _went_through(tensor):
+    """The 16-bit format whose numbers are all that a tensor holds, to the last bit, by more than chance; None else."""
+    values, whole = _sample(tensor), not tensor.is_floating_point()
+    values = values[(values != 0) & values.isfinite()].unique()
+    for dtype in (BF16, FP16):
+        steps = _spacings(values, dtype).clamp(min=float(whole))
+        many = steps.log2().sum() > 24 if whole else len(values) > 8  # whole numbers are multiples by chance
+        if many and torch.equal(values, values.to(dtype).float()):
+            last_bit = (values % steps.max()).any() if whole else (values / steps % 2).mean() > 0.2
+            return dtype if last_bit else None
+    return None
 
 
 def _local(tensor):
@@ -142,14 +161,14 @@ def _local(tensor):
     return tensor.coalesce().values() if tensor.is_sparse else tensor
 
 
-def _tensors(value):
+def _tensors(value, dtypes=FLOATS):
     """All tensors of floats in nested tuples, lists, dicts and dataclasses."""
     if isinstance(value, torch.Tensor):
-        return [value] if value.dtype in FLOATS else []
+        return [value] if value.dtype in dtypes else []
     if is_dataclass(value) and not isinstance(value, type):
         value = [getattr(value, each.name) for each in fields(value)]
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
-    return [tensor for each in inner for tensor in _tensors(each)]
+    return [tensor for each in inner for tensor in _tensors(each, dtypes)]
 
 
 def _mapped(change, value):
@@ -202,55 +221,11 @@ def _sample(tensor):
     return values[:: max(1, values.numel() // SAMPLE)].to(FP32, copy=True)
 
 
-def _percent(places, among):
-    return 100 * (places & among).sum() / among.sum().clamp(min=1)
-
-
-def _device(model):
-    return next((weight.device for weight in model.parameters()), torch.device("cpu"))
-
-
-def _gpus(device):
-    """What torch.random.fork_rng keeps besides the CPU's state."""
-    return [device] if device.type == "cuda" else []
-
-
 def _plain(model):
     """The model inside the wrappers of torch.compile and DistributedDataParallel."""
     while hasattr(model, "_orig_mod") or isinstance(model, nn.parallel.DistributedDataParallel):
         model = getattr(model, "_orig_mod", None) or model.module
     return model
-
-
-def _is_compiled(module):
-    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
-
-
-def _is_fsdp(model):
-    return any(hasattr(module, "_get_fsdp_state") for module in model.modules())
-
-
-def _policy(module):
-    """The dtypes that FSDP2 uses in a module; None if it does not shard it."""
-    return vars(module._get_fsdp_state())["_mp_policy"] if hasattr(module, "_get_fsdp_state") else None
-
-
-def _trained(model):
-    return {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-
-
-def _gradients(weights):
-    """Those that are there, by name."""
-    return {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
-
-
-def _module_of(weight):
-    """The name of the module that a weight's name begins with."""
-    return weight.rpartition(".")[0]
-
-
-def _child(name, child):
-    return f"{name}.{child}".lstrip(".")
 
 
 def _whole(model, names):
@@ -262,23 +237,6 @@ def _whole(model, names):
             whole.append(name or "all weights")
             left -= inside
     return whole + [name for name in names if name in left]
-
-
-def _list(value):
-    return list(value) if isinstance(value, (tuple, list)) else [value] if value is not None else []
-
-
-def _groups(optimizers):
-    return [group for one in optimizers for group in one.param_groups]
-
-
-def _held(optimizers):
-    return [weight for group in _groups(optimizers) for weight in group["params"]]
-
-
-def _is_on(scaler):
-    """Whether a loss scaler works; one that cannot say so, as DeepSpeed's, does."""
-    return scaler is not None and (not hasattr(scaler, "is_enabled") or scaler.is_enabled())
 
 
 def _world():
@@ -365,18 +323,13 @@ def _states(model, optimizers, scaler):
         yield certain("states of the optimizer that are not finite", sorted(spoilt), "They stay so.")
     for one, group in [(each, group) for each in optimizers for group in each.param_groups]:
         name, states = type(one).__name__, [one.state.get(weight, {}) for weight in group["params"]]
-        pairs = [(state["exp_avg"], state["exp_avg_sq"]) for state in states if {"exp_avg", "exp_avg_sq"} <= {*state}]
-        zero = [(_local(m) != 0) & (_local(v) == 0) for m, v in pairs if v.dtype == FP16]
-        zero = max([float(each.float().mean()) for each in zero], default=0)
+        squares = [state["exp_avg_sq"] for state in states if "exp_avg_sq" in state]
         eps, beta, rate = group.get("eps", 1), group.get("betas", (0, 0))[-1], float(group.get("lr", 1))
         fp16 = any(weight.dtype == FP16 for weight in group["params"]) and not group.get("fused")
         if fp16 and 0 < eps <= ZERO:
             cost = "Where the second moment is 0 too, the step divides by 0: inf or NaN. FP32 weights, or eps=1e-4."
             yield certain(f"{name}'s eps = {eps:g} is 0 in fp16", "", cost, "Weights are NaN after one step of Adam")
-        if zero > 0.01:
-            cost = "Squares of small gradients are 0 in fp16: such weights take huge steps. Keep it in FP32."
-            yield certain(f"{name}'s second moment in fp16 is 0: up to {zero:.0%}", "exp_avg_sq", cost)
-        if 0 < 1 - beta < 2.0**-8 and any(v.dtype == BF16 for _, v in pairs):
+        if 0 < 1 - beta < 2.0**-8 and any(each.dtype == BF16 for each in squares):
             cost = f"A decay by {beta:g} is less than half a step of bf16: it never falls. Keep it in FP32."
             yield likely(f"{name}'s second moment in bf16", "exp_avg_sq", cost)
         if rate == 0 or not math.isfinite(rate):
@@ -384,6 +337,33 @@ def _states(model, optimizers, scaler):
         if low := [key for key, each in group.items() if isinstance(each, torch.Tensor) and each.dtype in SIXTEEN]:
             cost = "A schedule's small factors are rounded away: it stands still, or jumps. Keep it in FP32."
             yield likely(f"{name}'s settings as tensors of 16 bits", low, cost)
+
+
+def _moments(model, optimizers, scaler):
+    """What 16 bits have left of an optimizer's moments, as a checkpoint that was compressed."""
+    states = [
+        (one, state) for one in optimizers for state in one.state.values() if {"exp_avg", "exp_avg_sq"} <= {*state}
+    ]
+    for one, state in states:
+        zero = (_local(state["exp_avg"]).abs() > 1e-15) & (_local(state["exp_avg_sq"]) == 0)
+        if zero.float().mean() > 0.01:
+            cost = "In fp16, as of a checkpoint, small squares are 0: such weights take huge steps. Keep it in FP32."
+            yield certain(f"{type(one).__name__}'s second moment is 0, as in fp16, where the first is not", "", cost)
+    for key in ("exp_avg", "exp_avg_sq"):
+        kept = [state[key] for _, state in states[:64] if state[key].dtype == FP32 and _local(state[key]).numel() > 32]
+        formats = set(map(_went_through, kept))
+        if len(formats) == 1 and (dtype := formats.pop()):
+            cost = f"They were stored so, as in a checkpoint: coarse, and 0 below what {_short(dtype)} holds."
+            yield likely(f"all numbers of the float32 state {key} are {_short(dtype)}'s", "", cost)
+
+
+def _resumed(model, optimizers, scaler):
+    """An optimizer that has taken steps, and a scaler that counts none."""
+    steps, counts = any(any(one.state.values()) for one in optimizers), hasattr(scaler, "state_dict") and _is_on(scaler)
+    if steps and counts and scaler.state_dict()["_growth_tracker"] == 0:
+        what = f"the optimizer has taken steps before, the scaler counts none: its scale is {scaler.get_scale():,.10g}"
+        cost = "After a resume: scaler.load_state_dict was left out. The first steps are skipped, until the scale fits."
+        yield (likely if scaler.get_scale() == 65536 else note)(what, "", cost, "Training changes after a resume")
 
 
 def _training(model, optimizers, scaler):
@@ -409,6 +389,27 @@ def _training(model, optimizers, scaler):
         yield note(words, _whole(model, frozen))
 
 
+def _adapters(model):
+    """The frozen 16-bit matrices beside which two trained ones make an update: (name, matrix, update)."""
+    for parent, module in () if _is_fsdp(model) else model.named_modules():
+        weights = [(name, weight) for name, weight in module.named_parameters() if weight.dim() == 2]
+        base = [(_child(parent, name), each) for name, each in weights if not each.requires_grad]
+        pair = sorted([each for _, each in weights if each.requires_grad], key=len)  # rank x inputs, outputs x rank
+        if (len(weights), len(base), len(pair)) == (3, 1, 2) and pair[1].shape[1] == len(pair[0]):
+            update = pair[1].detach()[:256].float() @ pair[0].detach().float()
+            if update.shape == base[0][1][:256].shape and base[0][1].dtype in SIXTEEN:
+                yield *base[0], update
+
+
+def _merged(model, optimizers, scaler):
+    """What rounding would take of adapters that are merged into a base of 16 bits."""
+    rows = {name: (matrix.detach()[:256], update) for name, matrix, update in _adapters(model)}
+    lost = [float(_percent((old + update).to(old.dtype) == old, update != 0)) for old, update in rows.values()]
+    if lost and (share := sorted(lost)[len(lost) // 2]) > 50:
+        cost = "Most of it is below half a step of the base: keep them apart, or merge into a float32 copy."
+        yield note(f"merged into their 16-bit base, adapters would lose {share:.0f}% of their update", [*rows], cost)
+
+
 def _modules(model, optimizers, scaler):
     """Positions, statistics and small constants in 16 bits."""
     fp16 = {name: part for name, part in model.named_modules() if any(w.dtype == FP16 for w in part.parameters(False))}
@@ -429,36 +430,40 @@ def _sharding(model, optimizers, scaler):
         if (policy := _policy(module)) and policy.param_dtype:
             words = f"param_dtype {_short(policy.param_dtype)}, reduce_dtype {_short(policy.reduce_dtype)}"
             if policy.param_dtype in SIXTEEN and policy.reduce_dtype in (None, *SIXTEEN):
-                cost = "Set reduce_dtype=torch.float32."
-                yield likely(f"FSDP2 reduces gradients in 16 bits: {words}", [name], cost)
+                yield likely(f"FSDP2 reduces gradients in 16 bits: {words}", [name], "Set reduce_dtype=torch.float32.")
             else:
                 yield note(f"FSDP2's policy: {words}", [name])
+            if policy.param_dtype == FP16 and not _is_on(scaler):
+                cost = "Small gradients become 0 in the backward. Add a GradScaler, or use bf16."
+                yield likely("FSDP2 computes in fp16, and nothing scales the loss", [name], cost)
 
 
-SETTINGS = _scales, _masters, _states, _training, _modules, _sharding
+SETTINGS = _scales, _masters, _states, _moments, _training, _modules, _sharding
 
 
 def _numbers(model, optimizers, scaler):
     """Weights, buffers, states and gradients that are not finite, or beyond fp16's end."""
     weights = {name: weight for name, weight in model.named_parameters() if weight.dtype in FLOATS}
-    buffers = {name: each for name, each in model.named_buffers() if each.dtype in FLOATS}
-    bad = [name for name, each in (weights | buffers).items() if _kinds([each]) - {"-inf"}]  # a mask's
-    if spoilt := [name for name in bad if name in weights]:
+    if spoilt := [name for name, each in weights.items() if _kinds([each]) - {"-inf"}]:
         yield certain("weights that are not finite", spoilt, "Go back to a checkpoint.")
-    yield from _spoilt([name for name in bad if name in buffers])
+    yield from _spoilt(model)
     if not _is_on(scaler) and (wild := [name for name, each in _gradients(weights).items() if _kinds([each])]):
         yield certain("gradients that are not finite", wild, "The next step spoils all.")
-    sizes = {name: _largest([weight]) for name, weight in weights.items()}
-    over = [f"{name}: {size:,.0f}" for name, size in sizes.items() if LARGEST < size < math.inf]
+    over = _beyond_fp16(weights.items())
     if over and AUTOCAST.get(model, FP16 if _is_on(scaler) else None) == FP16:
         yield likely("weights above 65504", over, "fp16 makes inf of them.", "Convolution gives inf in fp16")
-    sizes = {name: _largest([each]) for name, each in buffers.items() if name not in bad and each.dtype != FP16}
-    if over := [f"{name}: {size:,.0f}" for name, size in sizes.items() if LARGEST < size < math.inf]:
+    if over := _beyond_fp16(model.named_buffers()):
         yield note("buffers above 65504", over, "`.half()` makes inf of them.")
 
 
-def _spoilt(buffers):
-    if buffers:
+def _beyond_fp16(named):
+    sizes = {name: _largest([each]) for name, each in named if each.dtype in FLOATS and each.dtype != FP16}
+    return [f"{name}: {size:,.0f}" for name, size in sizes.items() if LARGEST < size < math.inf]
+
+
+def _spoilt(model):
+    named = [(name, each) for name, each in model.named_buffers() if each.dtype in FLOATS]
+    if buffers := [name for name, each in named if _kinds([each]) - {"-inf"}]:  # a mask's
         cost = "Evaluation uses them, and training does not. A skipped step does not undo them, nor does fp16 hold all."
         yield certain("buffers that are not finite", buffers, cost, "Loss is NaN only in evaluation")
 
@@ -520,12 +525,14 @@ def _wrappers(model):
         yield note("compiled", compiled, "Inside, `watch` sees no module: it replays uncompiled.")
 
 
+AUDIT = *SETTINGS, _resumed, _merged, _numbers, _switches, _inventory
+
+
 def audit(model, optimizer=None, scaler=None):
     """Look at a model, its optimizer (or several, in a list) and its scaler as they are; no step is needed.
 
-    Returns a Report. Printed it is sentences, the verdict first; `.findings` is a DataFrame of what was found, where,
-    how severe it is ("certain", "likely", "note": see `Finding`), what it costs, and the clinic's case that mends it.
-    It reads all weights once, and on a GPU waits for it. Under FSDP2 each process tells of its own shards.
+    Returns a Report: printed, the verdict first; `.findings` is a DataFrame of what was found, where, how severe it is
+    (see `Finding`), what it costs, and the clinic's case that mends it. Under FSDP2 it tells of this process's shards.
 
     Examples
     --------
@@ -534,9 +541,9 @@ def audit(model, optimizer=None, scaler=None):
     >>> report.findings.query("severity == 'certain'")["case"].tolist()
     ['Attempting to unscale FP16 gradients', 'Weights are NaN after one step of Adam']
     """
-    parts, run = (*SETTINGS, _numbers, _switches, _inventory), (_plain(model), _list(optimizer), scaler)
+    run = _plain(model), _list(optimizer), scaler
     with torch.no_grad():
-        return Report([*(each for part in parts for each in part(*run)), *_wrappers(model)])
+        return Report([*(each for part in AUDIT for each in part(*run)), *_wrappers(model)])
 
 
 # 4. A pass again, op by op
@@ -545,7 +552,8 @@ def audit(model, optimizer=None, scaler=None):
 class Origin(NamedTuple):
     """Where a number that is not finite came from. `phase`: "input", "weights", "forward", "loss", "backward", or
     "divergence". `why`: "format", the same op on the same numbers is finite in float32; "range", it is not; "reason",
-    the operands tell it, as a divisor of 0; "" if that is not known. `given`: what of its operands was not finite."""
+    the operands tell it, as a divisor of 0; "guess", it may have been an op before; "" if that is not known. `given`:
+    what of its operands was not finite."""
 
     phase: str
     module: str
@@ -559,10 +567,6 @@ class Origin(NamedTuple):
         return self.words
 
 
-def _in(phase, module):
-    return f"in the {phase}, in {module or 'the model'}"
-
-
 def _reason(op, first=None, second=None, *_):
     """Why an op has no finite result, in words, if its operands tell it; "" else."""
     if "softmax" in op and first is not None and (masked := (first == -math.inf).all(-1)).any():
@@ -572,6 +576,8 @@ def _reason(op, first=None, second=None, *_):
         hint = ", where float32 may hold a number" if second.dtype == FP16 else ""
         hint = ": a count is 0, as of an empty mask" if whole else hint
         return f"it divides by 0 at {int(zero.sum()):,} of {zero.numel():,} places{hint}"
+    if op == "atanh" and (ends := first.abs() >= 1).any():
+        return f"its operand is 1 or more in size at {int(ends.sum()):,} of {ends.numel():,} places"
     if first is None or op not in ("log", "log2", "log10", "rsqrt", "reciprocal", "sqrt"):
         return ""
     zero, negative = int((first == 0).sum()), int((first < 0).sum())
@@ -634,10 +640,13 @@ class _Wide:
 
     def do(self, op, func, args, kwargs):
         """What the op makes of float32's numbers: nothing if there are no 16 bits, or if they are random."""
-        tensors, dtypes = [], [each for each in [*args, *kwargs.values()] if isinstance(each, torch.dtype)]
-        _mapped(tensors.append, (args, kwargs))
-        near = any(each in self.right or each.dtype in SIXTEEN for each in tensors) or set(dtypes) & set(SIXTEEN)
-        if not near or torch.Tag.nondeterministic_seeded in func.tags or op.startswith(FACTORIES):
+        dtypes = [each for each in [*args, *kwargs.values()] if isinstance(each, torch.dtype)]
+        near = any(each in self.right or each.dtype in SIXTEEN for each in _tensors((args, kwargs)))
+        if (
+            not (near or set(dtypes) & set(SIXTEEN))
+            or torch.Tag.nondeterministic_seeded in func.tags
+            or op.startswith(FACTORIES)
+        ):
             return []
         given = functools.partial(self._given, func._schema.is_mutable)
         return _in_float32(func, _mapped(given, args), _mapped(given, kwargs), self.device)
@@ -673,8 +682,8 @@ class _Ops(TorchDispatchMode):
 
     def __enter__(self):
         for name, module in self.model.named_modules():
-            enter, leave = functools.partial(self._enter_module, name), functools.partial(self._leave_module, name)
-            self.hooks.append(module.register_forward_pre_hook(enter))
+            leave = functools.partial(self._leave_module, name)
+            self.hooks.append(module.register_forward_pre_hook(lambda *_, name=name: self.inside.append(name)))
             self.hooks.append(module.register_forward_hook(leave, always_call=True))
         return super().__enter__()
 
@@ -682,9 +691,6 @@ class _Ops(TorchDispatchMode):
         while self.hooks:
             self.hooks.pop().remove()
         return super().__exit__(*error)
-
-    def _enter_module(self, name, module, args):
-        self.inside.append(name)
 
     def _leave_module(self, name, module, args, output):
         self.inside = self.inside[:-1]
@@ -800,8 +806,8 @@ def _kept(model):
                 buffer.data.copy_(before)
 
 
-def _again(model, saved, ops):
-    """A saved pass again, uncompiled, while `ops` looks on: gradients of weights by name. It changes nothing."""
+def _again(model, saved, ops, times=1):
+    """A saved pass again, uncompiled, while `ops` looks on: gradients by name, so many times. It changes nothing."""
     model, (args, kwargs), cast = _plain(model), saved["batch"], saved["autocast"]
     weights = _trained(model)
     with _kept(model), ExitStack() as around:
@@ -818,7 +824,7 @@ def _again(model, saved, ops):
         ops.phase = "backward"
         # Views, as hooks see only what starts there.
         starts = [outputs[place].view_as(outputs[place]) for place in saved["gradients"]]
-        gradients = [each.to(start.dtype) for start, each in zip(starts, saved["gradients"].values())]
+        gradients = [times * each.to(start.dtype) for start, each in zip(starts, saved["gradients"].values())]
         with torch.autocast(**cast | {"enabled": cast["enabled"] and saved["backward in autocast"]}):
             found = torch.autograd.grad(starts, [*weights.values()], gradients, allow_unused=True)
     return {name: gradient for name, gradient in zip(weights, found) if gradient is not None}
@@ -871,25 +877,10 @@ def replay(path, model):
 
 OPERANDS = "self", "other"
 SOFTMAX = "softmax", "logsoftmax"  # they make NaN only of what is not finite
-PASS_ON = (
-    "tocopy",
-    "view",
-    "unsafeview",
-    "reshapealias",
-    "t",
-    "transpose",
-    "permute",
-    "expand",
-    "slice",
-    "select",
-    "clone",
-)
-CALLS = {"mul": torch.mul, "div": torch.div, "pow": torch.pow, "log": torch.log, "mseloss": F.mse_loss}
+PASS_ON = re.compile("tocopy|view|unsafeview|reshapealias|t|transpose|permute|expand|slice|select|clone")
+ALONE = re.compile("log|log2|log10|log1p|atanh|acosh|asin|acos|erfinv|lgamma|digamma|sinh|cosh")  # they keep `self`
+CALLS = {"mul": torch.mul, "div": torch.div, "pow": torch.pow, "mseloss": F.mse_loss}
 RISKY = {"sqrt", "rsqrt", "pow", "log", "div", "reciprocal", "norm", "linalgvectornorm", "acos", "asin", "cdist", "std"}
-
-
-def _op(node):
-    return re.sub(r"Backward\d*$", "", node.name()).lower()
 
 
 def _saved(node):
@@ -901,7 +892,7 @@ def _saved(node):
 def _passes_on(node):
     """Whether an inf of its result was in its operand: views, casts, and a division by a number."""
     operands = [each for each, _ in node.next_functions if each is not None]
-    return _op(node) in PASS_ON or (_op(node) == "div" and len(operands) == 1)
+    return bool(PASS_ON.fullmatch(_op(node))) or (_op(node) == "div" and len(operands) == 1)
 
 
 def _region(loss):
@@ -944,8 +935,9 @@ class _Loss:
             op, kept = _op(node), _saved(node)
             bad = {key: each for key, each in kept.items() if _kinds(_tensors(each))}
             operands = [kept[key] for key in (*OPERANDS, "exponent", "target") if kept.get(key) is not None]
-            known = not bad and op in CALLS and len(operands) == 1 + (op != "log")
-            if known and (origin := _made("loss", "", op, CALLS[op], operands, {}, CALLS[op](*operands))):
+            call = getattr(torch, op) if ALONE.fullmatch(op) else CALLS.get(op)
+            known = call and not bad and len(operands) == (2 if op in CALLS else 1)
+            if known and (origin := _made("loss", "", op, call, operands, {}, call(*operands))):
                 return origin
             why = _reason(op, *(each if isinstance(each, torch.Tensor) else None for each in map(kept.get, OPERANDS)))
             if kept.get("reduction") == 1 and "total_weight" in kept and kept["total_weight"] == 0:
@@ -964,7 +956,7 @@ class _Loss:
         op, sources = _op(node), [each for each, _ in node.next_functions]
         if key.startswith("result") and op not in SOFTMAX:
             end = "; fp16's exp ends at 11.09" if op == "exp" and tensor.dtype == FP16 else ""
-            return Origin("loss", "", op, f"in the loss: {op} made {kind}{end}")
+            return self._blamed(node, f"{op} made {kind}{end}")
         maker = sources[OPERANDS.index(key)] if key in OPERANDS[: len(sources)] else next(filter(None, sources), None)
         while maker is not None and "output" not in maker.metadata and _passes_on(maker):
             source = maker.next_functions[0][0]
@@ -977,7 +969,23 @@ class _Loss:
             return Origin("loss", "", op, f"in the loss: {words}")
         sizes = _saved(maker).get("self_sym_sizes") if _op(maker) in ("sum", "mean") else ()
         terms = f" of {math.prod(sizes) // tensor.numel():,} numbers each" if sizes else ""
-        return Origin("loss", "", _op(maker), f"in the loss: {_op(maker)} made {kind}{terms}; {op} got it")
+        return self._blamed(maker, f"{_op(maker)} made {kind}{terms}; {op} got it")
+
+    def _blamed(self, maker, words):
+        """The Origin at a node: a guess where what it was given may have been bad already, as not all ops keep that."""
+        unknown, passed = [], [maker]
+        for node in passed:
+            kept = any(isinstance(each, torch.Tensor) for each in _saved(node).values())
+            for source, _ in node.next_functions:
+                if source is None:
+                    unknown += [] if kept else ["a number that needs no gradient"]
+                elif not (
+                    {"output"} & source.metadata.keys() or hasattr(source, "variable") or "result" in _saved(source)
+                ):
+                    (passed if _passes_on(source) else unknown).append(source)
+        names = dict.fromkeys(each if isinstance(each, str) else f"{_op(each)} before it" for each in unknown)
+        words = f"in the loss: {words}" + (f", if it was not {' or '.join(names)}" if unknown else "")
+        return Origin("loss", "", _op(maker), words, why="guess" if unknown else "")
 
 
 # 6. The calls of a GradScaler and of the optimizers' steps
@@ -990,27 +998,32 @@ class _Calls:
         self.seen, self.scalers, self.met = seen, weakref.WeakSet(), 0
         self.tries = self.updates = self.scaled = 0  # steps tried, updates, losses scaled since the last update
         self.not_scaled = 0  # backward passes of other losses since the last update
-        self.unscaled, self.kept, self.in_step = Counter(), False, False
+        self.unscaled, self.kept, self.in_step = Counter(), [], False
         self.stepped = weakref.WeakSet()  # by the scaler, since a loss was scaled
+
+    def tell(self, what, cost, where="", say=certain):
+        self.seen.tell(say(what, where, cost))
 
     def scale(self, original, scaler, outputs):
         scaled = original(scaler, outputs)
         self.scaled += scaler.is_enabled() and not isinstance(outputs, torch.Tensor)
         if isinstance(outputs, torch.Tensor) and outputs.grad_fn is not None and scaler.is_enabled():
             if any("loss" in node.metadata for node in _region(outputs)):
-                cost = "Gradients are unscaled once: they stay multiplied by the scale."
-                self.seen.tell(certain("scaler.scale is called twice on the same loss", "", cost))
+                what = "scaler.scale is called twice on the same loss"
+                self.tell(what, "Gradients are unscaled once: they stay multiplied by the scale.")
             scaled.grad_fn.metadata["loss"] = outputs.detach()
             self.seen.scaler, self.scaled, self.met = scaler, self.scaled + 1, self.met + (scaler not in self.scalers)
             self.scalers.add(scaler)
             self.stepped.clear()
             if self.met > 2 and self.met > self.tries:
                 cost = "Each starts at its first scale: what one learned of overflows is lost. Make one, once."
-                self.seen.tell(certain("each step uses a new GradScaler", "", cost))
+                self.tell("each step uses a new GradScaler", cost)
         return scaled
 
     def grad(self, original, outputs, *args, **kwargs):
         """Marks gradients of scaled outputs, of which a loss may be made."""
+        if self.seen.hooks.is_off():
+            return original(outputs, *args, **kwargs)
         found, ends = original(outputs, *args, **kwargs), [each for each in _tensors(outputs) if each.grad_fn]
         if any("loss" in node.metadata for each in ends for node in _region(each)):
             for each in [each for each in found if each is not None and each.grad_fn]:
@@ -1018,31 +1031,35 @@ class _Calls:
         return found
 
     def before_backward(self, region):
-        if any("scaled gradient" in node.metadata for node in region) and not _divides_by_scale(
-            region, self.seen.scaler
-        ):
-            cost = "As part of a loss they are too large by the scale: divide them by `scaler.get_scale()` first."
-            self.seen.tell(
-                certain("torch.autograd.grad was given a scaled loss, and its gradients were used", "", cost)
+        penalty = any("scaled gradient" in node.metadata for node in region)
+        if penalty and not _divides_by_scale(region, self.seen.scaler):
+            what = "torch.autograd.grad was given a scaled loss, and its gradients were used"
+            self.tell(
+                what, "As part of a loss they are too large by the scale: divide them by `scaler.get_scale()` first."
             )
         if self.unscaled:
-            self.kept = any(gradient.any() for gradient in _gradients(self.seen.trained).values())
+            found = [_local(weight.grad) for weight in _held(self.unscaled) if weight.grad is not None]
+            self.kept = [(gradient, _sample(gradient)) for gradient in found if gradient.any()]
+
+    def after_backward(self, region):
+        scaled = self.unscaled and any("loss" in node.metadata for node in region)
+        if scaled and any(not torch.equal(_sample(gradient), before) for gradient, before in self.kept):
+            cost = "The sum is of two sizes: call unscale_ once, after the last of the passes that add up."
+            self.tell("a backward adds scaled gradients to those that unscale_ has divided", cost)
 
     def unscale_(self, original, scaler, optimizer):
         if scaler.is_enabled():
             if self.seen.passes and not self.scaled:
                 cost = "Gradients are divided by a scale that the loss was not multiplied by."
-                self.seen.tell(certain("backward was called on a loss that scaler.scale has not seen", "", cost))
+                self.tell("backward was called on a loss that scaler.scale has not seen", cost)
             if self.kept and self.unscaled[optimizer]:
                 where = f"unscale_ was called {self.unscaled[optimizer] + 1} times for one step"
-                cost = "Gradients of the earlier passes are divided by the scale again: nearly nothing is left of them."
-                cost += " Call unscale_, clip, step and update once, after the last of the passes that add up."
-                self.seen.tell(certain("unscale_ is called on gradients that it unscaled already", where, cost))
+                cost = "Earlier gradients are divided by the scale again: nearly nothing is left. Call it once."
+                self.tell("unscale_ is called on gradients that it unscaled already", cost, where)
             if self.scaled and self.not_scaled:
                 cost = "Its gradients are divided by a scale that it was not multiplied by: scale each loss."
-                say = certain if len(self.seen.optimizers) < 2 else likely
                 what = f"of {self.scaled + self.not_scaled} losses for one step, {self.not_scaled} were not scaled"
-                self.seen.tell(say(what, "", cost))
+                self.tell(what, cost, say=certain if len(self.seen.optimizers) < 2 else likely)
             self.seen.looks.note_norm("norm before unscale_")
             self.unscaled[optimizer] += 1
         return original(scaler, optimizer)
@@ -1050,7 +1067,7 @@ class _Calls:
     def step(self, original, scaler, optimizer, *args, **kwargs):
         self.tries += not self.seen.optimizers or optimizer is self.seen.optimizers[0]
         if self.tries > 3 and not self.updates and scaler.is_enabled():
-            self.seen.tell(certain("scaler.update is never called", "", "The scale stays too high after an overflow."))
+            self.tell("scaler.update is never called", "The scale stays too high after an overflow.")
         self.in_step = True
         try:
             return original(scaler, optimizer, *args, **kwargs)
@@ -1066,41 +1083,112 @@ class _Calls:
     def before_step(self, optimizer):
         """Before an optimizer's own step, which the scaler takes, or the loop."""
         if not self.in_step:
-            if _is_on(self.seen.scaler) and self.scaled and not self.unscaled[optimizer]:
-                held = set(map(id, _held([optimizer])))
-                where = _whole(self.seen.plain, [name for name, each in self.seen.trained.items() if id(each) in held])
-                cost = "Gradients are still multiplied by the scale, and an inf in them is not skipped: call "
-                self.seen.tell(
-                    certain("optimizer.step was called without scaler.step or unscale_", where, f"{cost}scaler.step.")
-                )
-            if _is_on(self.seen.scaler) and optimizer in self.stepped:
-                cost = "Each pass counts twice, and a skipped step is taken, with its inf: remove one call."
-                self.seen.tell(certain("optimizer.step is called again after scaler.step", "", cost))
-            if _is_on(self.seen.scaler) and self.unscaled[optimizer]:
-                cost = "An inf in the gradients is not skipped: it gets into weights and states. Call scaler.step."
-                self.seen.tell(certain("optimizer.step was called after unscale_, and scaler.step was not", "", cost))
             self.tries += optimizer is self.seen.optimizers[0]
+            if _is_on(self.seen.scaler):
+                self._step_of_the_loop(optimizer)
         self.unscaled.pop(optimizer, None)
+
+    def _step_of_the_loop(self, optimizer):
+        """A step that the scaler does not take."""
+        if self.scaled and not self.unscaled[optimizer]:
+            held = set(map(id, _held([optimizer])))
+            where = _whole(self.seen.plain, [name for name, each in self.seen.trained.items() if id(each) in held])
+            cost = "Gradients are still multiplied by the scale, and an inf in them is not skipped: call scaler.step."
+            self.tell("optimizer.step was called without scaler.step or unscale_", cost, where)
+        if optimizer in self.stepped:
+            cost = "Each pass counts twice, and a skipped step is taken, with its inf: remove one call."
+            self.tell("optimizer.step is called again after scaler.step", cost)
+        if self.unscaled[optimizer]:
+            cost = "An inf in the gradients is not skipped: it gets into weights and states. Call scaler.step."
+            self.tell("optimizer.step was called after unscale_, and scaler.step was not", cost)
 
 
 def _divides_by_scale(region, scaler):
     """Whether one of autograd's nodes divides by the scale, or multiplies by its inverse."""
-    for node in region:
-        factor = _saved(node).get("other") if _op(node) in ("mul", "div") else None
-        if isinstance(factor, torch.Tensor) and factor.dim() == 0:
-            factor = float(factor) if _op(node) == "mul" else 1 / float(factor)
-            if math.isclose(factor * scaler.get_scale(), 1, rel_tol=0.01):
-                return True
-    return False
+    factors = [(_op(node), _saved(node).get("other")) for node in region if _op(node) in ("mul", "div")]
+    factors = [(op, float(each)) for op, each in factors if isinstance(each, torch.Tensor) and each.dim() == 0]
+    sizes = [each if op == "mul" else 1 / each for op, each in factors]
+    return any(math.isclose(size * scaler.get_scale(), 1, rel_tol=0.01) for size in sizes)
 
 
-# 7. The trend
+# 7. Between the model's passes, and the trend
 
 
-def _growth(trend):
-    """How loss and gradients grew over passes, each (loss, norm of gradients, weight of the largest, learning rate), in
-    words; "" if they did not."""
-    passes, found = pd.DataFrame([*trend], columns=["loss", "norm", "largest", "rate"]), []
+class _Between(TorchDispatchMode):
+    """Looks for numbers that are too coarse in losses and metrics, in the close look and the first evaluations."""
+
+    def __init__(self, seen):
+        super().__init__()
+        self.seen, self.evaluations, self.is_on = seen, 2000, False
+        self.sums = WeakTensorKeyDictionary()  # what an addition made
+
+    @classmethod
+    def ignore_compile_internals(cls):
+        return True  # a compiled loss stays so
+
+    def on(self, training):
+        self.evaluations -= not training
+        due = self.seen.looks.on if training else self.evaluations > 0
+        if due and not _is_fsdp(self.seen.model) and _get_current_dispatch_mode() is None:
+            self.is_on = bool(self.__enter__())
+
+    def off(self):
+        if self.is_on and _get_current_dispatch_mode() is self:
+            self.is_on = bool(self.__exit__(None, None, None))
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        op, first = func.overloadpacket.__name__, args[0] if args else None
+        adds = op in ("add", "add_") and not first.requires_grad and first.numel() <= SAMPLE
+        before = first.double() if adds else None
+        output, found = func(*args, **kwargs or {}), []
+        with suppress(Exception):  # as of complex numbers
+            found += _compared(op, args)
+            if op.startswith(("nll_loss", "gather", "index", "embedding", "scatter")):
+                found += _rounded_numbers(args, f"given to {op}, between the model's passes")
+            if adds and output.dtype in SIXTEEN:
+                found += _added(before, args[1], output) if op == "add_" or first in self.sums else []
+                self.sums[output] = True
+        for each in found:
+            self.seen.coarse[each.what.partition(" that ")[0]] = each
+        return output
+
+
+def _added(before, more, output):
+    """A sum that has become too large for what it takes up, as 256 in bf16 for a 1."""
+    got = (output.double() - before).abs()
+    more = (more.double() if isinstance(more, torch.Tensor) else torch.full_like(got, more)).abs().expand_as(got)
+    off = ((got - more).abs() > more / 10) & got.isfinite()
+    if 2 * off.sum() > (more != 0).sum():
+        total, got, more = (float(each[off].max()) for each in (output.abs(), got, more))
+        what = f"a sum in {_short(output.dtype)} that has come to {total:g} takes up {got:.3g} for {more:.3g}"
+        cost = "What is added is rounded away, as in a metric or a running loss: sum in float32, count in integers."
+        yield (likely if got else certain)(what, "between the model's passes", cost)
+
+
+def _compared(op, args):
+    """Numbers that were stored in 16 bits, beside others that are nearer to them than 16 bits can tell."""
+    pair = _tensors(args[:2]) if op in ("sub", "div", "mse_loss", "smooth_l1_loss", "kl_div") else []
+    same = len(pair) == 2 and pair[0].shape == pair[1].shape
+    for fine, coarse in (pair, pair[::-1]) if same else ():
+        if fine.dtype == FP32 and (dtype := _went_through(coarse)) and not _went_through(fine):
+            apart = (_sample(fine) - _sample(coarse)).abs().median()
+            if apart < 2 * (step := _spacings(_sample(coarse), dtype).median()):
+                what = f"{op} of float32 and of numbers that went through {_short(dtype)}: they are {apart:.2g} apart, "
+                cost = "Mostly that is rounding, as of log-probabilities that were stored: keep them in FP32."
+                yield likely(f"{what}where neighbours are {step:.2g} apart", "in the loss", cost)
+
+
+def _rounded_numbers(value, where):
+    """Ids or labels that are no longer what they were."""
+    for dtype in filter(None, map(_went_through, _tensors(value, WHOLE))):
+        above = f"above {_last_whole(dtype):,.0f} neighbours fell together"
+        cost = "As of ids or labels in a batch that was cast: keep them as integers."
+        yield likely(f"whole numbers that went through {_short(dtype)}: {above}", where, cost)
+
+
+def _growth(seen):
+    """How loss, gradients and weights grew over the last passes, in words; "" if they did not."""
+    passes, found = pd.DataFrame([*seen.trend], columns=["loss", "norm", "largest", "rate"]), []
     for what, key, far in (("the loss", "loss", 30), ("the norm of the gradients", "norm", 1000)):
         finite = passes[passes[key].abs() < math.inf]
         series, wide = finite[key].abs(), 3 if len(finite) > 7 else 1
@@ -1114,6 +1202,10 @@ def _growth(trend):
             words = f"{what} grew from {before:.3g} to {series.iloc[-1]:.3g} in {len(series) - start} passes"
             first = next(place for place, each in enumerate(smooth) if place > start and each > far / 3 * before)
             found.append(words + (f", first of all that of {finite.largest.iloc[first]}" if key == "norm" else ""))
+    total = lambda norms: math.hypot(*_together(norms, seen.device).tolist())
+    now, start = total(_norms(seen.trained.values())), total(seen.first_norms)
+    if 0 < 10 * start < now < math.inf:
+        found.append(f"the norm of all weights is {now / start:,.0f} times that at the start")
     rates = [rate for rate in passes.rate if rate > 0]
     if found and rates:
         rose = f"rose from {rates[0]:.2g} to {rates[-1]:.2g}" if rates[-1] > 2 * rates[0] else f"is {rates[-1]:.2g}"
@@ -1126,20 +1218,16 @@ def _undone(trend):
     smooth = pd.Series([loss for loss, *_ in trend]).rolling(5).median().dropna()
     if len(smooth) < 20 or not 0 < smooth.min() < 0.7 * smooth.iloc[0] or smooth.iloc[-1] < 0.9 * smooth.iloc[0]:
         return ""
-    rate = max(rate for *_, rate in trend)
     words = f"the loss fell from {smooth.iloc[0]:.3g} to {smooth.min():.3g}, and is {smooth.iloc[-1]:.3g} now"
-    return f"{words}; the learning rate was up to {rate:.2g}"
+    return f"{words}; the learning rate was up to {max(rate for *_, rate in trend):.2g}"
 
 
 # 8. The close look
 
+# How often a number can double before fp16's largest is passed; negative beyond.
+_headroom = lambda size: math.log2(LARGEST) - math.log2(size) if size > 0 else math.inf if size == 0 else math.nan
 HEADROOMS = ("output", "gradient", "weight gradient")
 SHARES = "% zero", "% 0 in fp16", "update/weight", "% updates lost", "% sums lost"
-
-
-def _headroom(size):
-    """How often a number can double before fp16's largest is passed; negative beyond."""
-    return math.log2(LARGEST) - math.log2(size) if size > 0 else math.inf if size == 0 else math.nan
 
 
 def _copies(model):
@@ -1206,10 +1294,8 @@ class _Looks:
         used = [(gradient, _sample(gradient)) for gradient in used]
         sums = {name: each for name, each in found.items() if each.dtype in SIXTEEN and type(each) is torch.Tensor}
         sums = {name: (_sample(each), []) for name, each in sums.items()} if self.sums_due else {}
-        hooks = [
-            self.seen.trained[name].register_hook(lambda gradient, added=added: added.append(_sample(gradient)))
-            for name, (_, added) in sums.items()
-        ]
+        keep = lambda added: lambda gradient: added.append(_sample(gradient))
+        hooks = [self.seen.trained[name].register_hook(keep(added)) for name, (_, added) in sums.items()]
         self.sums_due = self.sums_due and not sums
         try:
             yield
@@ -1253,7 +1339,8 @@ class _Looks:
         for name, weight, old, moving in self.before:
             update = _sample(weight) - old
             self.now[_module_of(name), "% updates lost"] = _percent(update == 0, moving)
-            self.now[_module_of(name), "update/weight"] = update.norm() / old.norm()  # not finite where it starts at 0
+            ratio = update.norm() / old.norm()  # not finite where it starts at 0
+            self.now[_module_of(name), "update/weight"] = torch.where(moving.any(), ratio, math.nan)
             moved.append(update.abs().max() - 1 * ~moving.any())  # below 0 without a gradient
         if moved:
             self.now["", "moved"] = _together(moved, self.seen.device).max()
@@ -1276,13 +1363,13 @@ class _Looks:
             labels = tuple(self.now)
             labels = self.records[-1][1] if self.records and self.records[-1][1] == labels else labels
             values = _together(self.now.values(), self.seen.device).cpu()
-            self.records.append((self.number, labels, values, self.seen.scale, self.seen.skipped))
+            self.records.append((self.number, labels, values))
             self.records = self.records[::2] if len(self.records) > RECORDS else self.records
         self.now = {}
 
     def rows(self):
         """All that was looked at: a row a number."""
-        records = [(number, zip(labels, values.tolist())) for number, labels, values, *_ in self.records]
+        records = [(number, zip(labels, values.tolist())) for number, labels, values in self.records]
         rows = [(number, *label, value) for number, pairs in records for label, value in pairs]
         return pd.DataFrame(rows, columns=["pass", "module", "what", "value"])
 
@@ -1308,7 +1395,7 @@ class watch:
     a CPU, and on a GPU with `every=1`, it raises before the optimizer's step. Else it reads once in `every` passes:
     then module and pass are right, but the step is done, and nothing can be saved.
 
-    In one pass of `every` it looks closely: `table()`, `history()`, `plot()`, and `findings`, which `print` tells. In
+    In one pass of `every` it looks closely: `table()`, `history()`, and `findings`, which `print` tells. In
     the second pass, and ever more seldom after it, it does the pass again, uncompiled, and looks at each op.
 
     Parameters
@@ -1321,17 +1408,7 @@ class watch:
     patience : int, optimizer steps in a row that may be skipped under a scaler
 
     `passes` counts the backward passes, `steps` those of the first optimizer, `skipped` the falls of the scale. While
-    it watches, `torch.autograd.grad`, `torch.autograd.backward`, which `loss.backward()` calls, and four methods of
-    `GradScaler` are wrapped.
-
-    Examples
-    --------
-    >>> model = torch.nn.Linear(2, 1)
-    >>> with watch(model, save=None) as seen:
-    ...     model(torch.tensor([[1.0, math.inf]])).sum().backward()
-    Traceback (most recent call last):
-    ...
-    helpers.diagnose.NonFinite: pass 1, after 0 optimizer steps: in the input: args.0.
+    it watches, `torch.autograd.grad` and `backward` are wrapped, and four methods of `GradScaler`.
     """
 
     def __init__(self, model, optimizer=None, scaler=None, every=100, save="not_finite.pt", warn=False, patience=20):
@@ -1349,7 +1426,7 @@ class watch:
         self.problem = self.error = self.why = None  # a NonFinite, another error, the Origin of skipped steps
         self.flat, self.ends = "", False  # what makes a loss 0 whatever the model gives; whether this pass is the last
         self.warned = False
-        self.calls, self.looks, self.hooks = _Calls(self), _Looks(self), _Hooks(self)
+        self.calls, self.looks, self.hooks, self.between = _Calls(self), _Looks(self), _Hooks(self), _Between(self)
 
     def __exit__(self, kind, error, trace):
         if isinstance(error, Exception) and not isinstance(error, NonFinite):
@@ -1362,6 +1439,8 @@ class watch:
         self.trained = {name: weight for name, weight in _trained(self.plain).items() if weight.numel()}
         self.first_norms = _norms(self.trained.values())
         self.looks.copies = _copies(self.plain)
+        self.bases = [(matrix, _sample(matrix)) for _, matrix, _ in _adapters(self.plain)]
+        self.tell(*_moments(*self.run), *_resumed(*self.run))
         self.hooks.attach()
         return self
 
@@ -1377,9 +1456,10 @@ class watch:
                 self.why = _why_skipped(self)
         self.looks.keep()
 
-    def tell(self, finding):
-        """A finding; the same words are told once."""
-        self.told.setdefault(finding.what, finding)
+    def tell(self, *findings):
+        """The same words are told once."""
+        for each in findings:
+            self.told.setdefault(each.what, each)
 
     def skips(self):
         """How many of the last steps were skipped in a row."""
@@ -1444,7 +1524,7 @@ class watch:
 
     def _report(self, origin, number, intact):
         """Save, and raise or warn; in a run of several processes that is for a later `decide`."""
-        grown = _grown(self) if origin.phase != "input" and origin.why != "reason" else ""
+        grown = _growth(self) if origin.phase != "input" and origin.why != "reason" else ""
         if grown:
             words = f"training diverges: {grown}; at the end of that, {origin}"
             origin = origin._replace(phase="divergence", words=words)
@@ -1499,39 +1579,14 @@ class watch:
         return table.join(means[[what for what in SHARES if what in means]])
 
     def history(self):
-        """A row a look: the pass, the scale and its falls until then, and the least headroom, in doublings, of all
-        outputs and of all gradients at outputs."""
-        rows = [(number, scale, skipped) for number, *_, scale, skipped in self.looks.records]
-        history = pd.DataFrame(rows, columns=["pass", "scale", "skipped"])
+        """A row a look: its pass, and the least headroom, in doublings, of all outputs and of all gradients."""
         largest = self.looks.rows().pivot_table("value", "pass", "what", "max")
-        for what in ("output", "gradient"):
-            history[f"{what} headroom"] = history["pass"].map(largest.get(what, {})).map(_headroom)
-        return history
+        sizes = largest[[what for what in HEADROOMS if what in largest]]
+        return sizes.map(_headroom).add_suffix(" headroom").reset_index()
 
-    def plot(self):
-        """A figure: the headroom of outputs and gradients by module, and over time."""
-        import matplotlib.pyplot as plt
-
-        table, history = self.table(), self.history()
-        kinds = [kind for kind in table if kind.endswith("headroom")]
-        if not kinds:
-            raise ValueError("saw nothing: no outputs to plot")
-        figure, (left, right) = plt.subplots(1, 2, figsize=(10, 1.5 + 0.22 * len(table)), layout="constrained")
-        for kind, color, marker in zip(kinds, ("#4f9d9a", "#b077b5", "#8a8d99"), "osd"):
-            names = [name or "the model" for name in table.index]
-            left.plot(table[kind], names, marker, color=color, label=kind.removesuffix(" headroom"))
-            if kind in history:
-                right.plot(history["pass"], history[kind], marker=marker, color=color)
-        left.axvline(0, color="#8e63c7", linestyle="--")
-        right.axhline(0, color="#8e63c7", linestyle="--")
-        left.set(xlabel="doublings to 65504")
-        left.invert_yaxis()
-        left.legend(frameon=False)
-        right.set(xlabel="pass", ylabel="least headroom, doublings")
-        least, kind = table[kinds].min(axis=None), table[kinds].min().idxmin()
-        where = f"{kind.removesuffix(' headroom')} of {table[kind].idxmin() or 'the model'}"
-        figure.suptitle(f"Least headroom: {least:.1f} doublings, {where}", x=0.01, ha="left")
-        return figure
+    @property
+    def run(self):
+        return self.plain, self.optimizers, self.scaler
 
     @property
     def report(self):
@@ -1540,7 +1595,9 @@ class watch:
             now = "" if math.isnan(self.scale) else f", now {self.scale:,.10g}"
             words += f", {self.skipped} falls of the scale{now}"
         told = [*([self.error] if self.error else []), *self.told.values()]
-        return Report(told + [each for judge in JUDGES for each in judge(self)], f"{words}.")
+        told += [each for judge in JUDGES for each in judge(self) if each.what not in self.told]
+        told += _nothing(self) if all(each.severity == "note" for each in told) else []
+        return Report(told, f"{words}.")
 
     @property
     def findings(self):
@@ -1573,11 +1630,12 @@ class _Hooks:
         for name, part in _entries(seen.model):
             self.undo.append(_attach(part, functools.partial(self._begin, name), self._end))
         self._wrap(torch.autograd, "backward", self._backward)
-        self._wrap(torch.autograd, "grad", self._grad)
+        self._wrap(torch.autograd, "grad", seen.calls.grad)
         for name in ("scale", "unscale_", "step", "update"):
             self._wrap(torch.amp.GradScaler, name, getattr(seen.calls, name))
 
     def detach(self):
+        self.seen.between.off()
         while self.undo:
             self.undo.pop()()
 
@@ -1604,7 +1662,7 @@ class _Hooks:
         finally:
             self.muted = False
 
-    def _off(self):
+    def is_off(self):
         return self.muted or torch.compiler.is_compiling()
 
     def _note(self, kind, name, values):
@@ -1621,9 +1679,10 @@ class _Hooks:
 
     def _begin(self, name, module, args, kwargs):
         """Before the model's forward."""
-        if self._off():
+        if self.is_off():
             return
         seen, kind = self.seen, self.seen.device.type
+        seen.between.off()
         seen.looks.read_updates()
         self.inside, self.began = True, len(self.values)
         cast = {"device_type": kind, "enabled": torch.is_autocast_enabled(kind)}
@@ -1637,19 +1696,16 @@ class _Hooks:
             seen.cast = AUTOCAST[seen.plain] = cast["dtype"]
             if self.step_in_autocast and any(_is_stale(each, cast["dtype"]) for each in [*seen.trained.values()][:8]):
                 what = "the step was taken under autocast, and the next forward used the weights as cast before it"
-                cost = (
-                    "One region around many steps keeps its first cast copies of the weights: forward sees no update."
-                )
+                cost = "One region around many steps keeps its first cast copies of the weights."
                 seen.tell(certain(what, "", cost, "Loss stays the same in every step"))
         if seen.passes % seen.every == 0 and not self.labels:
             seen.looks.begin(seen.passes + 1)
             self._see_outputs()
-            for each in _cast_by_fsdp(module, args, kwargs):
-                seen.tell(each)
+            seen.tell(*_cast_by_fsdp(module, args, kwargs))
 
     def _output(self, name, module, args, output):
         """After the forward of a part of the model."""
-        if self._off() or not (self.inside or torch.is_grad_enabled()):
+        if self.is_off() or not (self.inside or torch.is_grad_enabled()):
             return
         for each in _tensors(output):
             self._note("output", name, [_local(each).sum(dtype=FP32)])
@@ -1658,7 +1714,7 @@ class _Hooks:
 
     def _end(self, module, args, output):
         """After the model's forward."""
-        if self._off():
+        if self.is_off():
             return
         self.inside, outputs = False, _tensors(output)
         sums = [_local(each).sum(dtype=FP32) for each in outputs]
@@ -1669,6 +1725,7 @@ class _Hooks:
             self.evaluation = self.evaluation + sum(sums) * 0
             for each in [_local(each).abs().amax().float() for each in outputs if each.dtype == FP16 and each.numel()]:
                 self.evaluated = torch.maximum(self.evaluated, each)
+            self.seen.between.on(training=False)
             return
         self.forward_seen = True
         self.seen.left_out += 1
@@ -1679,6 +1736,7 @@ class _Hooks:
                 each.register_hook(functools.partial(self._incoming, self.seen.saved, place))
         if len(self.values) > 100_000:  # forward passes without a backward pass
             self.labels, self.values = [], []
+        self.seen.between.on(training=True)
 
     def _incoming(self, saved, place, gradient):
         """The gradient of the model's output."""
@@ -1688,9 +1746,10 @@ class _Hooks:
 
     def _backward(self, original, tensors, *args, **kwargs):
         """Stands in for torch.autograd.backward."""
-        if self._off() or (self.forward_seen and not self.labels):
+        if self.is_off() or (self.forward_seen and not self.labels):
             return original(tensors, *args, **kwargs)
         seen = self.seen
+        seen.between.off()
         seen.saved = seen.saved or {"gradients": {}}
         seen.saved["backward in autocast"] = torch.is_autocast_enabled(seen.device.type)
         loss = tensors if isinstance(tensors, torch.Tensor) else next(iter(tensors))
@@ -1698,6 +1757,7 @@ class _Hooks:
             seen.loss = _Loss(loss, seen.at_once)
             raw = [node.metadata["loss"] for node in seen.loss.region if "loss" in node.metadata]  # not scaled
             seen.calls.not_scaled += _is_on(seen.scaler) and not raw
+            seen.tell(*(_own_backwards(seen, seen.loss.region) if seen.looks.on else ()))
             value = (raw[0] if raw else loss.detach()).float().reshape(())
             # Of scaled gradients, as a penalty is made: an overflow is the scaler's routine.
             routine = any("scaled gradient" in node.metadata for node in seen.loss.region)
@@ -1710,12 +1770,9 @@ class _Hooks:
         # What is recomputed for checkpointing does not count.
         with seen.looks.around_backward(self.stepped), self.quiet():
             original(tensors, *args, **kwargs)
+        seen.calls.after_backward(seen.loss.region if seen.loss else [])
         self.stepped = False
         self._after_backward()
-
-    def _grad(self, original, *args, **kwargs):
-        """Stands in for torch.autograd.grad."""
-        return original(*args, **kwargs) if self._off() else self.seen.calls.grad(original, *args, **kwargs)
 
     def _after_backward(self):
         seen, found = self.seen, _gradients(self.seen.weights)
@@ -1740,9 +1797,11 @@ class _Hooks:
             if self.ids.isdisjoint(map(id, _held([optimizer]))):
                 return False
             self.seen.optimizers.append(optimizer)
+            self.seen.tell(*_moments(*self.seen.run), *_resumed(*self.seen.run))
         return True
 
     def _before_step(self, optimizer, *_):
+        self.seen.between.off()
         if self._holds(optimizer):
             self.step_in_autocast |= torch.is_autocast_enabled(self.seen.device.type)
             self.seen.calls.before_step(optimizer)
@@ -1755,8 +1814,7 @@ class _Hooks:
 
 
 def _parts(model, name="", known=None):
-    """The modules whose outputs can be seen: those without children or with weights of their own, and what is compiled
-    from outside."""
+    """The modules whose outputs can be seen: those without children, with weights of their own, or compiled."""
     known = set() if known is None else known
     if id(model) in known:
         return
@@ -1780,8 +1838,7 @@ def _entries(model, name=""):
 
 
 def _attach(module, before, after):
-    """Call `before(module, args, kwargs)` and `after(module, args, output)` around a module's forward, outside of its
-    compiled code; after an error `output` is None. Returns what undoes it."""
+    """Call `before` and `after` around a module's forward, outside of its compiled code; returns what undoes it."""
     call = module._compiled_call_impl
     if call is None:
         hooks = [module.register_forward_pre_hook(before, with_kwargs=True)] if before else []
@@ -1797,11 +1854,6 @@ def _attach(module, before, after):
 
     module._compiled_call_impl = outside
     return lambda: setattr(module, "_compiled_call_impl", call)
-
-
-def _stops(value):
-    """Whether a sum of outputs stops a run: -inf alone may be a mask."""
-    return math.isnan(value) or value == math.inf
 
 
 def _is_stale(weight, dtype):
@@ -1864,8 +1916,7 @@ def _why_skipped(seen):
 
 
 def _can_be_done_again(seen):
-    """FSDP2 gathers weights by a call of all processes, and a second pass disturbs its hooks: once, at the end of a run
-    in one process."""
+    """Under FSDP2, whose hooks a second pass disturbs, only once, at the end of a run in one process."""
     return "batch" in (seen.saved or {}) and not (_is_fsdp(seen.model) and (_world() or not seen.ends))
 
 
@@ -1908,8 +1959,7 @@ def _place(seen, phase, bad, intact):
         ops = " of ".join([_op(node) for node in region if "loss" not in node.metadata][:-4:-1])
         return Origin(phase, "", ops, f"in the loss ({ops}): all that the model put out is finite")
     if phase == "incoming":
-        words = "in the backward of the loss: what reaches the model's output is bad already"
-        return Origin("backward", "", "", words)
+        return Origin("backward", "", "", "in the backward of the loss: what reaches the model's output is bad already")
     names, order = list(map(_module_of, names)), [*seen.looks.dtypes]
     module = max(names, key=lambda name: order.index(name) if name in order else -1, default="")
     if intact and (low := _low_hooks(seen.model)) and not _world():
@@ -1923,14 +1973,6 @@ def _place(seen, phase, bad, intact):
     return Origin(phase, module, "", words)
 
 
-def _grown(seen):
-    """How loss, gradients or weights grew until now, in words; "" if they did not."""
-    now = math.hypot(*_together(_norms(seen.trained.values()), seen.device).tolist())
-    times = now / (math.hypot(*_together(seen.first_norms, seen.device).tolist()) or 1)
-    weights = [f"the norm of all weights is {times:,.0f} times that at the start"] if 20 < times < math.inf else []
-    return ", and ".join(filter(None, [_growth(seen.trend), *weights]))
-
-
 CASES = {  # the clinic's, by what the words of an Origin hold
     "all of it is masked": "Attention is NaN for rows of padding",
     r"mm made inf \(float16|convolution made inf \(float16": "Convolution gives inf in fp16",
@@ -1939,11 +1981,7 @@ CASES = {  # the clinic's, by what the words of an Origin hold
     "backward.*sqrt": "Loss scale falls in every step",
     "compiled code made it": "Gradients are inf in a compiled float32 layer",
 }
-
-
-def _case_of(origin):
-    return next((case for words, case in CASES.items() if re.search(words, origin.words)), "")
-
+_case_of = lambda origin: next((case for words, case in CASES.items() if re.search(words, origin.words)), "")
 
 RAISED = {  # what an error says, and what it means
     "unscale FP16 gradients": "What trains is fp16: a GradScaler wants FP32 weights, under autocast.",
@@ -1989,23 +2027,48 @@ def _inspect(seen):
     try:
         with seen.hooks.quiet():
             gradients = _again(seen.model, saved, ops)
+            doubled = _again(seen.model, saved, nullcontext(), times=2)
     except Exception:  # some passes cannot be done again: then this look is left out
         return
     for each in ops.made:
         if each.phase == "forward" and each.why == "format" and each.kind != "-inf":
             seen.hidden.setdefault((each.module, each.op), each)
-    for each in [*ops.coarse, *ops.wide.far]:
+    for each in [*_rounded_numbers(saved["batch"], "an input of the model"), *ops.coarse, *ops.wide.far]:
         seen.coarse.setdefault((each.where, each.what.split()[0]), each)
+    seen.tell(*_deaf(seen, gradients, doubled))
     if zero and not seen.zero:
         seen.zero = _why_zero(seen, zero, saved, ops.zeros, gradients)
+
+
+DEAF = "Multiply by it: else a loss scale does not get through, and unscale_ divides by it all the same."
+
+
+def _deaf(seen, gradients, doubled):
+    """Gradients that stay as they are when the loss is doubled."""
+    pairs = {name: (each.float(), doubled[name].float()) for name, each in gradients.items() if name in doubled}
+    same = [name for name, (one, two) in pairs.items() if 10 * (two - one).norm() < one.norm() < math.inf]
+    if same:
+        what = "gradients that stay the same when the loss is doubled, by a backward of one's own, or a hook"
+        yield (certain if _is_on(seen.scaler) else note)(what, _whole(seen.plain, same), DEAF)
+
+
+def _own_backwards(seen, region):
+    """Backwards of one's own in a loss that never read the gradient that they are given."""
+    for node in region:
+        function = getattr(node, "_forward_cls", None)
+        code = getattr(function and inspect.unwrap(function.backward), "__code__", None)
+        if code and not function.backward.__module__.startswith("torch."):
+            given = {*code.co_varnames[1 : code.co_argcount + bool(code.co_flags & inspect.CO_VARARGS)]}
+            if not given & {name for each in dis.get_instructions(code) for name in _list(each.argval)}:
+                what = f"the backward of {function.__name__} never reads the gradient that it is given"
+                yield (certain if _is_on(seen.scaler) else note)(what, "in the loss", DEAF)
 
 
 UNDERFLOW = "They underflow: scale the loss with a GradScaler, or use bf16."
 
 
 def _nothing_arrives(seen, zero, arriving):
-    """A Finding if the gradient that reaches the model's output is 0 everywhere, or, where that pass cannot be done
-    again, 0 in the fp16 of what comes before."""
+    """A Finding if the gradient that reaches the model's output is 0 everywhere, or, unseen, in the fp16 before it."""
     size, where, dtype = _largest(arriving), _whole(seen.plain, zero), next(iter(arriving)).dtype
     what = f"the gradient that reaches the model's output is 0 everywhere ({_short(dtype)})"
     if 0 < size <= ZERO and "float16" in seen.looks.dtypes.values() and not _can_be_done_again(seen):
@@ -2020,8 +2083,7 @@ def _nothing_arrives(seen, zero, arriving):
 
 
 def _why_zero(seen, zero, saved, zeros, right):
-    """Why weights have a gradient that is 0 everywhere: a Finding, by the `zeros` and the gradients, `right`, of the
-    same pass, done again."""
+    """A Finding: why gradients are 0 everywhere, by the `zeros` and the `right` gradients of the pass, done again."""
     where, underflow = _whole(seen.plain, zero), UNDERFLOW
     if saved["backward in autocast"]:
         underflow = "They underflow; the backward ran under autocast too: leave the region before it. Scale the loss."
@@ -2051,7 +2113,7 @@ def _settings(seen, severity):
     """Settings that are wrong by themselves, or that may be."""
     measured = "% updates lost" in seen.table()  # then `_rounded` tells of missing masters
     settings = [part for part in SETTINGS if seen.passes and not (measured and part is _masters)]
-    parts = [part(seen.plain, seen.optimizers, seen.scaler) for part in settings]
+    parts = [part(*seen.run) for part in settings]
     yield from (each for part in [*parts, _wrappers(seen.model)] for each in part if each.severity == severity)
 
 
@@ -2059,8 +2121,8 @@ def _stopped(seen):
     """The first number that is not finite."""
     if seen.problem:
         words, phase = str(seen.problem).partition(" See the clinic")[0].rstrip("."), seen.problem.origin.phase
-        place_only = phase == "backward" and not seen.problem.origin.op  # by elimination
-        say = likely if phase == "divergence" or place_only else certain
+        guess = seen.problem.origin.why == "guess" or (phase == "backward" and not seen.problem.origin.op)
+        say = likely if phase == "divergence" or guess else certain
         yield say(words, "", CALM if phase == "divergence" else "", seen.problem.case)
 
 
@@ -2107,9 +2169,8 @@ def _cast(seen):
         cost = "bf16 has float32's range and needs no scale: it doubles until float32 overflows. Remove the scaler."
         yield likely("bf16 autocast with a GradScaler", "", cost, "Loss scale grows without end in bf16")
     if seen.cast == FP16 and not scaled:
-        off = ": it is disabled" if seen.scaler is not None else ""
         cost = "Small gradients become 0 in the backward. Add a GradScaler, or use bf16."
-        yield likely(f"fp16 autocast without a GradScaler{off}", "", cost)
+        yield likely(f"fp16 autocast without a GradScaler{': it is disabled' if seen.scaler else ''}", "", cost)
     if scaled and fp32 and not seen.problem:
         yield likely("a GradScaler, and no module's output is in 16 bits: autocast is not on")
 
@@ -2133,7 +2194,8 @@ def _no_gradient(seen):
     elif missing:
         yield note("weights that are not used", _whole(seen.plain, missing))
     if seen.zero:  # which may be the end of a run that grew
-        yield seen.zero._replace(severity="likely") if _growth(seen.trend) else seen.zero
+        wild = any(CALM in each.cost for each in _too_large(seen))
+        yield seen.zero._replace(severity="note") if wild else seen.zero
 
 
 def _norms_seen(seen):
@@ -2197,19 +2259,16 @@ def _rounded(seen):
 def _too_large(seen):
     """Outputs of which fp16 cannot hold the squares, steps as large as the weights, a loss that grows."""
     if (size := seen.hooks.evaluated.item()) > math.sqrt(LARGEST) / 2:
-        cost = f"Squares are up to {size**2:,.0f}, and a sum of a few is past 65504: "
-        cost += "metrics are computed of `.float()`."
+        cost = f"Squares are up to {size**2:,.0f}, and a sum of a few is past 65504: compute metrics of `.float()`."
         yield likely(f"outputs without gradients, as in evaluation, are float16 up to {size:,.0f}", "", cost)
     sizes = seen.table().get("update/weight", pd.Series(dtype=float))
+    what = "a step changes weights by {:.2g} of their size (the median of modules)"
     if (size := sizes[sizes < math.inf].median()) > 0.5:
-        what = f"a step changes weights by {size:.2g} of their size (the median of modules)"
-        yield likely(what, "", f"The learning rate is too large, in any precision. {CALM}")
+        yield likely(what.format(size), "", f"The learning rate is too large, in any precision. {CALM}")
     elif 0 < size < 2e-6:
-        what = f"a step changes weights by {size:.2g} of their size (the median of modules)"
         rate = max([rate for *_, rate in seen.trend], default=0)
-        yield likely(
-            what, "", f"Ten thousand such steps move them by {1e4 * size:.2g}. The learning rate is at most {rate:g}."
-        )
+        cost = f"Ten thousand such steps move them by {1e4 * size:.2g}. The learning rate is at most {rate:g}."
+        yield likely(what.format(size), "", cost)
     rows = seen.looks.rows()
     rows = rows[(rows.what == "update/weight") & (rows.value < math.inf)]
     by_pass = rows.groupby("pass").value.median()
@@ -2217,7 +2276,7 @@ def _too_large(seen):
         what = f"a single step, in pass {by_pass.idxmax():,}, changed weights by {by_pass.max():.2g} of their size"
         cost = "The optimizer had other numbers than the model: masters or states from before a checkpoint was loaded, "
         yield likely(f"{what}, others by {by_pass.median():.2g}", "", f"{cost}or second moments that fp16 made 0.")
-    if not seen.problem and (growth := _growth(seen.trend) or _undone(seen.trend)):
+    if not seen.problem and (growth := _growth(seen) or _undone(seen.trend)):
         yield likely(f"training diverges: {growth}", "", CALM)
 
 
@@ -2230,104 +2289,45 @@ def _left_out(seen):
         yield likely(f"{seen.left_out} forward passes in a row, and no backward", "", cost)
 
 
-def _for_evaluation(seen):
-    """Buffers that only an evaluation uses."""
-    if not seen.problem:
-        named = [(name, each) for name, each in seen.plain.named_buffers() if each.dtype in FLOATS]
-        yield from _spoilt([name for name, each in named if _kinds([each]) - {"-inf"}])
+def _merges(seen):
+    """Adapters that were, or would be, merged into weights of 16 bits."""
+    share = max([float((_sample(matrix) != before).float().mean()) for matrix, before in seen.bases], default=0)
+    if 0 < share < 0.5:
+        cost = "The rest of the update is below half a step of the base, and lost: merge into a float32 copy."
+        yield likely(
+            f"adapters were merged into weights of 16 bits, and {share:.0%} of their numbers changed", "", cost
+        )
+    elif not share:
+        yield from _merged(*seen.run)
 
 
 def _unseen(seen):
     """What it could not see, in words."""
     forward = seen.hooks.forward_seen or seen.problem or seen.error
-    if not (seen.passes or forward):
-        yield note("saw nothing: neither the model's forward nor a backward was called")
-    elif not (seen.passes or seen.problem):
-        yield note("saw nothing of backward: torch.autograd.backward was not called")
-    elif not forward:
-        yield note("saw nothing of forward: another module was called, or the compiled one")
-    elif not seen.steps:
-        yield note("saw nothing of updates: the optimizer took no step")
+    unseen = {
+        "saw nothing: neither the model's forward nor a backward was called": not (seen.passes or forward),
+        "saw nothing of backward: torch.autograd.backward was not called": not (seen.passes or seen.problem),
+        "saw nothing of forward: another module was called, or the compiled one": not forward,
+        "saw nothing of updates: the optimizer took no step": not (seen.steps or seen.problem),
+    }
+    yield from [note(words) for words, is_so in unseen.items() if is_so][:1]
     if compiled := [name for name, module in _parts(seen.model) if _is_compiled(module)]:
         yield note(f"saw nothing inside of what is compiled ({_some(compiled)}), only its outputs")
 
 
+def _nothing(seen):
+    """What to say of a loss that does not fall where nothing is found."""
+    losses = [loss for loss, *_ in seen.trend]
+    first, last = (sorted(part)[len(part) // 2] for part in (losses[:10], losses[-10:])) if losses else (0, 0)
+    if len(losses) < 30 or not 0 < first < 1.02 * last < math.inf:
+        return []
+    cost = (
+        "Not seen from here: data before it is the model's input, metrics, checkpoints, other processes. Try float32."
+    )
+    return [note(f"the loss does not fall ({first:.3g} to {last:.3g}), and nothing of precision was found", "", cost)]
+
+
+_for_evaluation = lambda seen: [] if seen.problem else _spoilt(seen.plain)  # what only an evaluation uses
 SPOILS, MAY = (functools.partial(_settings, severity=severity) for severity in ("certain", "likely"))
 JUDGES = [SPOILS, _stopped, _no_gradient, _skipped, _norms_seen, _hidden, _cast]
-JUDGES += [_rounded, MAY, _too_large, _left_out, _for_evaluation, _unseen]
-
-
-# 12. bisect
-
-
-def bisect(model, batch, loss, dtype=FP16, tolerance=0.02):
-    """The fewest modules to keep in FP32 so that the loss under autocast is finite and near FP32's.
-
-    From the whole model down: a module is dropped if the rest is enough, and replaced by its children if they are.
-    None of those that remain can be left out. It looks at the forward pass only, of an FP32 copy of the model.
-
-    Parameters
-    ----------
-    batch : the model's arguments: a tuple, a dict, or one tensor
-    loss : callable, `loss(output)` is a scalar
-    dtype : autocast's
-    tolerance : float, of FP32's loss
-
-    Returns a list of names of modules; [] if none is needed, [""] for the whole model. Raises ValueError if the loss is
-    not finite in FP32 either.
-
-    Examples
-    --------
-    >>> model = torch.nn.Sequential(torch.nn.Linear(1, 1, bias=False), torch.nn.ReLU())
-    >>> _ = torch.nn.init.constant_(model[0].weight, 1e6)
-    >>> bisect(model, torch.ones(1, 1), torch.sum)
-    ['0']
-    """
-    model, kind = copy.deepcopy(_plain(model)).float(), _device(model).type
-    modules = dict(model.named_modules())
-    args, kwargs = ((), batch) if isinstance(batch, dict) else (batch if isinstance(batch, tuple) else (batch,), {})
-
-    def loss_of(kept):
-        with _kept(model), torch.no_grad(), torch.compiler.set_stance("force_eager"), ExitStack() as around:
-            for name in kept:
-                around.enter_context(_in_fp32(modules[name], kind))
-            with torch.autocast(kind, dtype, cache_enabled=False):
-                return float(loss(model(*_floats(args), **_floats(kwargs))))
-
-    right = loss_of([""])
-    if not math.isfinite(right):
-        raise ValueError(f"the loss is {right} in FP32 too: precision is not the cause")
-    good = lambda kept: abs(loss_of(kept) - right) <= tolerance * abs(right)  # false for nan
-    kept, settled = [""], []
-    while kept := _fewest(kept, lambda names: good(settled + names)):
-        name = kept.pop()
-        children = [f"{name}.{child}".lstrip(".") for child, _ in modules[name].named_children()]
-        if children and good(settled + kept + children):
-            kept += children
-        else:
-            settled.append(name)
-    return sorted(settled, key=[*modules].index)
-
-
-def _fewest(names, good):
-    """Names without which `good(names)` fails, each of them."""
-    for name in list(names):
-        rest = [each for each in names if each != name]
-        names = rest if good(rest) else names
-    return list(names)
-
-
-@contextmanager
-def _in_fp32(module, kind):
-    """Runs a module's forward without autocast, on float32 arguments."""
-    forward = module.forward
-
-    def without(*args, **kwargs):
-        with torch.autocast(kind, enabled=False):
-            return forward(*_floats(args), **_floats(kwargs))
-
-    module.forward = without
-    try:
-        yield
-    finally:
-        del module.forward
+JUDGES += [_rounded, MAY, _too_large, _merges, _left_out, _for_evaluation, _unseen]

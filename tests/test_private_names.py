@@ -46,6 +46,7 @@ NEEDED_BY = {
     "torch.ops.aten._scaled_dot_product_efficient_attention": "autocast: fused attention in float32",
     "torch.ops.aten._scaled_dot_product_flash_attention": "autocast: fused attention in 16 bits",
     "torch.ops.aten._to_copy": "autocast, footprint: the op that casts",
+    "torch.utils._python_dispatch._get_current_dispatch_mode": "diagnose: a mode that another entered is left alone",
     "torch.utils._python_dispatch.TorchDispatchMode": "autocast, diagnose, footprint; 03 and 04: the ops that run",
     "torch.utils._pytree.tree_leaves": "autocast, footprint: the tensors in nested arguments",
 }
