@@ -1128,7 +1128,7 @@ class _Between(TorchDispatchMode):
 
     def on(self, training):
         self.evaluations -= not training
-        due = self.seen.looks.on if training else self.evaluations > 0
+        due = self.seen.looks.number >= self.seen.passes if training else self.evaluations > 0
         if due and not _is_fsdp(self.seen.model) and _get_current_dispatch_mode() is None:
             self.is_on = bool(self.__enter__())
 
@@ -1138,7 +1138,7 @@ class _Between(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         op, first = func.overloadpacket.__name__, args[0] if args else None
-        adds = op in ("add", "add_") and not first.requires_grad and first.numel() <= SAMPLE
+        adds = op in ("add", "add_") and first.dtype in FLOATS and not first.requires_grad and first.numel() <= SAMPLE
         before = first.double() if adds else None
         output, found = func(*args, **kwargs or {}), []
         with suppress(Exception):  # as of complex numbers
@@ -1148,8 +1148,7 @@ class _Between(TorchDispatchMode):
             if adds and output.dtype in SIXTEEN:
                 found += _added(before, args[1], output) if op == "add_" or first in self.sums else []
                 self.sums[output] = True
-        for each in found:
-            self.seen.coarse[each.what.partition(" that ")[0]] = each
+        self.seen.coarse |= {each.what.partition(" that ")[0]: each for each in found}
         return output
 
 
@@ -1168,8 +1167,7 @@ def _added(before, more, output):
 def _compared(op, args):
     """Numbers that were stored in 16 bits, beside others that are nearer to them than 16 bits can tell."""
     pair = _tensors(args[:2]) if op in ("sub", "div", "mse_loss", "smooth_l1_loss", "kl_div") else []
-    same = len(pair) == 2 and pair[0].shape == pair[1].shape
-    for fine, coarse in (pair, pair[::-1]) if same else ():
+    for fine, coarse in (pair, pair[::-1]) if len(pair) == 2 and pair[0].shape == pair[1].shape else ():
         if fine.dtype == FP32 and (dtype := _went_through(coarse)) and not _went_through(fine):
             apart = (_sample(fine) - _sample(coarse)).abs().median()
             if apart < 2 * (step := _spacings(_sample(coarse), dtype).median()):
@@ -1323,14 +1321,15 @@ class _Looks:
             norms = _norms(_gradients(self.seen.trained).values())
             self.now["", what] = _together(norms, self.seen.device).norm()
 
-    def before_step(self):
+    def before_step(self, optimizer):
         if self.due and not self.before:
             self.note_norm("norm at the step")
             found = _gradients(self.seen.trained)
             weights = [(name, self.seen.trained[name]) for name, gradient in found.items() if not gradient.is_sparse]
             weights.sort(key=lambda pair: pair[1].numel())  # of a module's weights the largest is kept
             self.before = [(name, weight, _sample(weight), _sample(weight.grad) != 0) for name, weight in weights]
-            missing = self.seen.trained.keys() - found.keys()
+            held = set(map(id, _held([optimizer])))  # another's weights have gradients at another time
+            missing = {name for name, each in self.seen.trained.items() if id(each) in held} - found.keys()
             self.missing = missing if self.missing is None else self.missing & missing
 
     def read_updates(self):
@@ -1805,12 +1804,13 @@ class _Hooks:
         if self._holds(optimizer):
             self.step_in_autocast |= torch.is_autocast_enabled(self.seen.device.type)
             self.seen.calls.before_step(optimizer)
-            self.seen.looks.before_step()
+            self.seen.looks.before_step(optimizer)
 
     def _after_step(self, optimizer, *_):
         if self._holds(optimizer):
             self.seen.steps += optimizer is self.seen.optimizers[0]
             self.stepped = True
+            self.seen.between.on(training=True)
 
 
 def _parts(model, name="", known=None):
@@ -2319,7 +2319,7 @@ def _nothing(seen):
     """What to say of a loss that does not fall where nothing is found."""
     losses = [loss for loss, *_ in seen.trend]
     first, last = (sorted(part)[len(part) // 2] for part in (losses[:10], losses[-10:])) if losses else (0, 0)
-    if len(losses) < 30 or not 0 < first < 1.02 * last < math.inf:
+    if len(losses) < 30 or not 0 < first < 1.002 * last < math.inf:
         return []
     cost = (
         "Not seen from here: data before it is the model's input, metrics, checkpoints, other processes. Try float32."

@@ -1256,6 +1256,18 @@ def test_adapters_that_a_base_of_16_bits_rounds_away():
         assert ("adapters were merged into weights of 16 bits" in str(seen)) == broken, seen
 
 
+def test_optimizers_that_step_at_their_own_time_lack_no_gradient():
+    both = nn.ModuleDict({"maker": network(), "critic": network()})
+    maker, critic = sgd(both["maker"], lr=1e-3), sgd(both["critic"], lr=1e-3)
+    with watch(both, [maker, critic], save=None) as seen:
+        for _ in range(4):
+            for one, point in ((critic, lambda made: made.detach()), (maker, lambda made: made)):
+                one.zero_grad()
+                squares(both["critic"](point(both["maker"](torch.rand(4, 8))))).backward()
+                one.step()
+    assert not worst(seen.report), seen
+
+
 def test_what_cannot_be_seen_is_said():
     model = network()
     optimizer = sgd(model, lr=1.0)
