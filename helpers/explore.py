@@ -470,23 +470,23 @@ def timeline(rows, parts, inputs, title):
     `rows`: a DataFrame, one row a busy time, with columns `part`, `work`, `step`, `start` and `end` (ms), and one for
     each of `inputs`, a dict of the words beside the input by column. `parts` are named from top to bottom; the last is
     the device: where it is idle, its line is light red. Without inputs `name` says what each time is: written on the
-    first kind of work, shown where one points.
+    first kind of work, or above it where it is short, and shown where one points.
     """
     work, device = _distinct(rows.work), parts[-1]
     chosen = [_choice(name, text, _distinct(rows[name]), rows[name].iloc[0]) for name, text in inputs.items()]
     rows = rows.assign(length=rows.end - rows.start).round(3)
     if not inputs:
-        room = (rows.work == work[0]) & (rows.length > 0.05 * rows.end.max())
-        rows["says"] = rows.name.where(room, "")
+        room, named = rows.length > 0.05 * rows.end.max(), rows.work == work[0]
+        rows["says"], rows["above"] = rows.name.where(named & room, ""), rows.name.where(named & ~room, "")
     base = _chosen(rows, *inputs)
-    # Light enough for dark digits; the last work is the device's.
-    shades = [*["#9a9a9a", "#c4c4c4"][: len(work) - 1], COLORS["normal"], "#eba79e"]
-    color = alt.Color("work:N", scale=alt.Scale(domain=[*work, "idle"], range=shades))
+    shades = [*["#9a9a9a", "#c4c4c4"][: len(work) - 1], COLORS["normal"], "#eba79e"]  # light, for dark digits
+    rest = "idle" if inputs else f"no {work[-1]}"
+    color = alt.Color("work:N", scale=alt.Scale(domain=[*work, rest], range=shades))
     x = alt.X("start:Q", title="ms", scale=alt.Scale(domain=[0, float(rows.end.max())], nice=False))
     y = alt.Y("part:N", title=None, scale=alt.Scale(domain=parts))
     mine = base.transform_filter(f"datum.part == '{device}'")
     mine = mine.transform_aggregate(end="max(end)", first="min(end)", steps="count()", length="mean(length)")
-    mine = mine.transform_calculate(start="0", part=f"'{device}'", work="'idle'")
+    mine = mine.transform_calculate(start="0", part=f"'{device}'", work=f"'{rest}'")
     mine = mine.transform_calculate(pace="(datum.end - datum.first) / (datum.steps - 1)")
     idle = mine.mark_bar().encode(x, y, x2="end:Q", color=color)
     busy = base.mark_bar(stroke="white").encode(x, y, x2="end:Q", color=color)
@@ -500,7 +500,8 @@ def timeline(rows, parts, inputs, title):
     else:
         edge = alt.condition(f"datum.part != '{device}'", alt.value(1), alt.value(0))
         busy = busy.encode(strokeWidth=edge, tooltip=["name:N", "length:Q"])
-        layers = [idle, busy, middle.encode(text="says:N")]
+        above = middle.mark_text(angle=315, baseline="middle", yOffset=-20, fontSize=11).encode(text="above:N")
+        layers = [idle, busy, middle.encode(text="says:N"), above]
     text = f"When each part of the machine works, with {len(inputs)} inputs: {title}."
     _show(layers, chosen, title, text, offset=8, width=WIDTH, height=36 * len(parts))
 

@@ -164,8 +164,9 @@ def test_one_step_is_drawn_without_inputs_and_names_what_is_wide_enough(chart):
     )
     spec = chart(explore.timeline, trace, ["loop", "ops"], {}, "A trace")[0][explore.VEGA_LITE]
     assert "params" not in spec or not [param for param in spec["params"] if "bind" in param]
-    _, bars, numbers = spec["layer"]
+    _, bars, numbers, above = spec["layer"]
     (rows,) = spec["datasets"].values()
+    assert [row["above"] for row in rows] == ["", "item", ""] and above["encoding"]["text"]["field"] == "above"
     assert [row["says"] for row in rows] == ["load", "", ""] and numbers["encoding"]["text"]["field"] == "says"
     assert [each["field"] for each in bars["encoding"]["tooltip"]] == ["name", "length"]
 
