@@ -121,6 +121,8 @@ _in = lambda phase, module: f"in the {phase}, in {module or 'the model'}"
 # Whether a loss scaler works; one that cannot say so, as DeepSpeed's, does.
 _is_on = lambda scaler: scaler is not None and (not hasattr(scaler, "is_enabled") or scaler.is_enabled())
 _list = lambda value: list(value) if isinstance(value, (tuple, list)) else [value] if value is not None else []
+# How many processes train together; 0 for one alone.
+_world = lambda: dist.is_available() and dist.is_initialized() and (dist.get_world_size() > 1) * dist.get_world_size()
 _groups = lambda optimizers: [group for one in optimizers for group in one.param_groups]
 _held = lambda optimizers: [weight for group in _groups(optimizers) for weight in group["params"]]
 
@@ -145,7 +147,7 @@ def _went_through(tensor):
     values = values[(values != 0) & values.isfinite()].unique()
     for dtype in (BF16, FP16):
         steps = _spacings(values, dtype).clamp(min=float(whole))
-        many = steps.log2().sum() > 24 if whole else len(values) > 8  # whole numbers are multiples by chance
+        many = steps.log2().sum() > 16 if whole else len(values) > 8  # whole numbers are multiples by chance
         if many and torch.equal(values, values.to(dtype).float()):
             last_bit = (values % steps.max()).any() if whole else (values / steps % 2).mean() > 0.2
             return dtype if last_bit else None
@@ -180,9 +182,8 @@ def _mapped(change, value):
     return change(value) if isinstance(value, torch.Tensor) else value
 
 
-def _floats(value):
-    """Nested arguments with float32 for tensors in 16 bits."""
-    return _mapped(lambda tensor: tensor.float() if tensor.dtype in SIXTEEN else tensor, value)
+# Nested arguments with float32 for tensors in 16 bits.
+_floats = lambda value: _mapped(lambda each: each.float() if each.dtype in SIXTEEN else each, value)
 
 
 def _ends(tensors):
@@ -237,12 +238,6 @@ def _whole(model, names):
             whole.append(name or "all weights")
             left -= inside
     return whole + [name for name in names if name in left]
-
-
-def _world():
-    """How many processes train together; 0 for one alone."""
-    size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    return size if size > 1 else 0
 
 
 # 3. audit: each function yields what it finds in a model, its optimizers and its scaler
@@ -438,9 +433,6 @@ def _sharding(model, optimizers, scaler):
                 yield likely("FSDP2 computes in fp16, and nothing scales the loss", [name], cost)
 
 
-SETTINGS = _scales, _masters, _states, _moments, _training, _modules, _sharding
-
-
 def _numbers(model, optimizers, scaler):
     """Weights, buffers, states and gradients that are not finite, or beyond fp16's end."""
     weights = {name: weight for name, weight in model.named_parameters() if weight.dtype in FLOATS}
@@ -525,6 +517,7 @@ def _wrappers(model):
         yield note("compiled", compiled, "Inside, `watch` sees no module: it replays uncompiled.")
 
 
+SETTINGS = _scales, _masters, _states, _moments, _training, _modules, _sharding
 AUDIT = *SETTINGS, _resumed, _merged, _numbers, _switches, _inventory
 
 
@@ -576,7 +569,7 @@ def _reason(op, first=None, second=None, *_):
         hint = ", where float32 may hold a number" if second.dtype == FP16 else ""
         hint = ": a count is 0, as of an empty mask" if whole else hint
         return f"it divides by 0 at {int(zero.sum()):,} of {zero.numel():,} places{hint}"
-    if op == "atanh" and (ends := first.abs() >= 1).any():
+    if op in ("acos", "asin", "atanh") and (ends := first.abs() >= 1).any():
         return f"its operand is 1 or more in size at {int(ends.sum()):,} of {ends.numel():,} places"
     if first is None or op not in ("log", "log2", "log10", "rsqrt", "reciprocal", "sqrt"):
         return ""
@@ -628,6 +621,7 @@ def _made(phase, module, op, call, args, kwargs, output):
 UNITS = {"threshold_backward": "ReLU", "hardtanh_backward": "clamp", "sigmoid_backward": "sigmoid"}
 UNITS |= {"tanh_backward": "tanh", "gelu_backward": "GELU", "silu_backward": "SiLU", "leaky_relu_backward": "LeakyReLU"}
 FACTORIES = ("empty", "zeros", "ones", "full", "new_", "rand")
+ADDS = ("add", "add_", "index_add_", "scatter_add_", "index_put_")
 COARSE = ("_to_copy", "sin", "cos", "arange", "cumsum")
 
 
@@ -642,11 +636,8 @@ class _Wide:
         """What the op makes of float32's numbers: nothing if there are no 16 bits, or if they are random."""
         dtypes = [each for each in [*args, *kwargs.values()] if isinstance(each, torch.dtype)]
         near = any(each in self.right or each.dtype in SIXTEEN for each in _tensors((args, kwargs)))
-        if (
-            not (near or set(dtypes) & set(SIXTEEN))
-            or torch.Tag.nondeterministic_seeded in func.tags
-            or op.startswith(FACTORIES)
-        ):
+        low = near or set(dtypes) & set(SIXTEEN)
+        if not low or torch.Tag.nondeterministic_seeded in func.tags or op.startswith(FACTORIES):
             return []
         given = functools.partial(self._given, func._schema.is_mutable)
         return _in_float32(func, _mapped(given, args), _mapped(given, kwargs), self.device)
@@ -882,17 +873,12 @@ ALONE = re.compile("log|log2|log10|log1p|atanh|acosh|asin|acos|erfinv|lgamma|dig
 CALLS = {"mul": torch.mul, "div": torch.div, "pow": torch.pow, "mseloss": F.mse_loss}
 RISKY = {"sqrt", "rsqrt", "pow", "log", "div", "reciprocal", "norm", "linalgvectornorm", "acos", "asin", "cdist", "std"}
 
-
-def _saved(node):
-    """What a node of autograd keeps: "self", "other", "result", "target", "exponent"..."""
-    names = [name for name in dir(node) if name.startswith("_saved_")]
-    return {name.removeprefix("_saved_"): getattr(node, name) for name in names}
-
-
-def _passes_on(node):
-    """Whether an inf of its result was in its operand: views, casts, and a division by a number."""
-    operands = [each for each, _ in node.next_functions if each is not None]
-    return bool(PASS_ON.fullmatch(_op(node))) or (_op(node) == "div" and len(operands) == 1)
+# What a node of autograd keeps: "self", "other", "result", "target", "exponent"...
+_saved = lambda node: {name[7:]: getattr(node, name) for name in dir(node) if name.startswith("_saved_")}
+# Whether an inf of its result was in its operand: views, casts, and a division by a number.
+_passes_on = lambda node: (
+    bool(PASS_ON.fullmatch(_op(node))) or (_op(node) == "div" and (None, 0) in node.next_functions)
+)
 
 
 def _region(loss):
@@ -1137,26 +1123,34 @@ class _Between(TorchDispatchMode):
             self.is_on = bool(self.__exit__(None, None, None))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        op, first = func.overloadpacket.__name__, args[0] if args else None
-        adds = op in ("add", "add_") and first.dtype in FLOATS and not first.requires_grad and first.numel() <= SAMPLE
-        before = first.double() if adds else None
-        output, found = func(*args, **kwargs or {}), []
+        kwargs, op, first = kwargs or {}, func.overloadpacket.__name__, args[0] if args else None
+        adds = op in ADDS and first.dtype in SIXTEEN and not first.requires_grad and first.numel() <= SAMPLE
+        before = first.float() if adds else None
+        output, found = func(*args, **kwargs), []
         with suppress(Exception):  # as of complex numbers
-            found += _compared(op, args)
+            found += [*_compared(op, args), *_decays(op, *args)]
             if op.startswith(("nll_loss", "gather", "index", "embedding", "scatter")):
                 found += _rounded_numbers(args, f"given to {op}, between the model's passes")
             if adds and output.dtype in SIXTEEN:
-                found += _added(before, args[1], output) if op == "add_" or first in self.sums else []
+                right = _in_float32(func, (before.clone(), *args[1:]), kwargs, before.device)
+                found += _added(before, right[0], output) if op != "add" or first in self.sums else []
                 self.sums[output] = True
         self.seen.coarse |= {each.what.partition(" that ")[0]: each for each in found}
         return output
 
 
-def _added(before, more, output):
+def _decays(op, kept=None, factor=1, *_):
+    """A decay so near to 1 that 16 bits do not hold it."""
+    low = op in ("mul", "mul_") and isinstance(factor, float) and kept.dtype in SIXTEEN and not kept.requires_grad
+    if low and 0 < abs(1 - factor) < torch.finfo(kept.dtype).eps / 4:
+        cost = "Less than half a step: as of an average, it stands still. Keep it in FP32."
+        yield likely(f"a factor of {factor:g} in {_short(kept.dtype)}", "between the model's passes", cost)
+
+
+def _added(before, right, output):
     """A sum that has become too large for what it takes up, as 256 in bf16 for a 1."""
-    got = (output.double() - before).abs()
-    more = (more.double() if isinstance(more, torch.Tensor) else torch.full_like(got, more)).abs().expand_as(got)
-    off = ((got - more).abs() > more / 10) & got.isfinite()
+    got, more = (output.float() - before).abs(), (right - before).abs()
+    off = ~((got - more).abs() <= more / 10) & more.isfinite()
     if 2 * off.sum() > (more != 0).sum():
         total, got, more = (float(each[off].max()) for each in (output.abs(), got, more))
         what = f"a sum in {_short(output.dtype)} that has come to {total:g} takes up {got:.3g} for {more:.3g}"
@@ -1211,13 +1205,16 @@ def _growth(seen):
     return ", and ".join(found)
 
 
-def _undone(trend):
-    """A loss that fell and came back to where it was, in words; "" else."""
-    smooth = pd.Series([loss for loss, *_ in trend]).rolling(5).median().dropna()
-    if len(smooth) < 20 or not 0 < smooth.min() < 0.7 * smooth.iloc[0] or smooth.iloc[-1] < 0.9 * smooth.iloc[0]:
+def _undone(seen):
+    """A loss that fell and came back to where it was, in words; "" else, as of the noise of one that is nearly 0."""
+    smooth = pd.Series([loss for loss, *_ in seen.trend]).rolling(5).median().dropna()
+    first, least, last = (smooth.iloc[0], smooth.min(), smooth.iloc[-1]) if len(smooth) > 19 else (0, 0, 0)
+    if not 0 < least < 0.7 * first or last < 0.9 * first or first < seen.first_loss / 100:
         return ""
-    words = f"the loss fell from {smooth.iloc[0]:.3g} to {smooth.min():.3g}, and is {smooth.iloc[-1]:.3g} now"
-    return f"{words}; the learning rate was up to {max(rate for *_, rate in trend):.2g}"
+    rate = max(rate for *_, rate in seen.trend)
+    return (
+        f"the loss fell from {first:.3g} to {least:.3g}, and is {last:.3g} now; the learning rate was up to {rate:.2g}"
+    )
 
 
 # 8. The close look
@@ -1424,7 +1421,7 @@ class watch:
         self.told, self.hidden, self.coarse, self.zero = {}, {}, {}, None  # Findings, and Origins that later ops hide
         self.problem = self.error = self.why = None  # a NonFinite, another error, the Origin of skipped steps
         self.flat, self.ends = "", False  # what makes a loss 0 whatever the model gives; whether this pass is the last
-        self.warned = False
+        self.warned, self.first_loss = False, 0
         self.calls, self.looks, self.hooks, self.between = _Calls(self), _Looks(self), _Hooks(self), _Between(self)
 
     def __exit__(self, kind, error, trace):
@@ -1495,6 +1492,7 @@ class watch:
         if loss:
             largest = labels[values.index(max(gradients))][1] if gradients else ""
             rate = next((float(group.get("lr", 0)) for group in _groups(self.optimizers)), 0)
+            self.first_loss = self.first_loss or abs(loss[0])
             self.trend.append((loss[0], math.hypot(*gradients) / (sum(scale) or 1), largest, rate))
         finite = all(map(math.isfinite, of("incoming") + gradients))
         if not finite and intact:  # perhaps only the squares in a norm are not
@@ -1915,9 +1913,10 @@ def _why_skipped(seen):
     return made if made and made.phase == "forward" and made.kind != "-inf" else None
 
 
-def _can_be_done_again(seen):
-    """Under FSDP2, whose hooks a second pass disturbs, only once, at the end of a run in one process."""
-    return "batch" in (seen.saved or {}) and not (_is_fsdp(seen.model) and (_world() or not seen.ends))
+# Under FSDP2, whose hooks a second pass disturbs, only once, at the end of a run in one process.
+_can_be_done_again = lambda seen: (
+    "batch" in (seen.saved or {}) and not (_is_fsdp(seen.model) and (_world() or not seen.ends))
+)
 
 
 def _made_in(seen):
@@ -2040,9 +2039,6 @@ def _inspect(seen):
         seen.zero = _why_zero(seen, zero, saved, ops.zeros, gradients)
 
 
-DEAF = "Multiply by it: else a loss scale does not get through, and unscale_ divides by it all the same."
-
-
 def _deaf(seen, gradients, doubled):
     """Gradients that stay as they are when the loss is doubled."""
     pairs = {name: (each.float(), doubled[name].float()) for name, each in gradients.items() if name in doubled}
@@ -2064,6 +2060,7 @@ def _own_backwards(seen, region):
                 yield (certain if _is_on(seen.scaler) else note)(what, "in the loss", DEAF)
 
 
+DEAF = "Multiply by it: else a loss scale does not get through, and unscale_ divides by it all the same."
 UNDERFLOW = "They underflow: scale the loss with a GradScaler, or use bf16."
 
 
@@ -2212,7 +2209,10 @@ def _norms_seen(seen):
         what = f"the norm of the gradients falls from {first:,.4g} to {last:,.4g} between backward and unscale_"
         cost = "Clipping acts on scaled gradients; unscaling then makes them too small. Call `unscale_` before it."
         to_a_limit = abs(last - float(f"{last:.2g}")) < 1e-3 * last
-        yield (certain if to_a_limit else likely)(what, "", cost, "Loss hardly falls with clipping")
+        if math.isclose(first, last * seen.scale, rel_tol=1e-3):
+            yield certain(what, "", "By the scale: the loop divides by it, and unscale_ does it again. Do it once.")
+        else:
+            yield (certain if to_a_limit else likely)(what, "", cost, "Loss hardly falls with clipping")
     at_step = (step / made).dropna()
     if not _is_on(seen.scaler) and len(at_step) > 1 and 0 < at_step.max() < 1e-3:
         sizes = f"{made.median():,.0f} to {step.median():.3g}"
@@ -2276,7 +2276,7 @@ def _too_large(seen):
         what = f"a single step, in pass {by_pass.idxmax():,}, changed weights by {by_pass.max():.2g} of their size"
         cost = "The optimizer had other numbers than the model: masters or states from before a checkpoint was loaded, "
         yield likely(f"{what}, others by {by_pass.median():.2g}", "", f"{cost}or second moments that fp16 made 0.")
-    if not seen.problem and (growth := _growth(seen) or _undone(seen.trend)):
+    if not seen.problem and (growth := _growth(seen) or _undone(seen)):
         yield likely(f"training diverges: {growth}", "", CALM)
 
 
@@ -2321,9 +2321,7 @@ def _nothing(seen):
     first, last = (sorted(part)[len(part) // 2] for part in (losses[:10], losses[-10:])) if losses else (0, 0)
     if len(losses) < 30 or not 0 < first < 1.002 * last < math.inf:
         return []
-    cost = (
-        "Not seen from here: data before it is the model's input, metrics, checkpoints, other processes. Try float32."
-    )
+    cost = "Not seen from here: data before the model's input, metrics, checkpoints, other processes. Try float32."
     return [note(f"the loss does not fall ({first:.3g} to {last:.3g}), and nothing of precision was found", "", cost)]
 
 

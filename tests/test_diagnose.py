@@ -1140,6 +1140,34 @@ def evaluated(run, broken):
                 right += hit
 
 
+def by_class(run, broken):
+    """Counts by class, added up by index."""
+    run.loss().backward()
+    run.optimizer.step()
+    counts = torch.zeros(8, dtype=FP16 if broken else torch.float32)
+    with torch.no_grad():
+        for _ in range(60):
+            right = (0 * run.model(torch.rand(50, 8)).argmax(1)).long()
+            counts.index_add_(0, right, torch.ones(50, dtype=counts.dtype))
+
+
+def averaged(run, broken):
+    """An average of the weights, a new tensor at each step."""
+    run.loss().backward()
+    run.optimizer.step()
+    dtype = BF16 if broken else torch.float32
+    for name, weight in run.model.state_dict().items():
+        run.average[name] = run.average.get(name, weight).to(dtype) * 0.999 + weight.to(dtype) * 0.001
+
+
+def divided_by_hand(run, broken):
+    run.mine.scale(run.loss()).backward()
+    for weight in run.model.parameters() if broken else ():
+        weight.grad /= run.mine.get_scale()
+    run.mine.step(run.optimizer)
+    run.mine.update()
+
+
 def words(run, broken):
     """Ids that were cast with the batch, outside of the model."""
     ids = torch.randint(5000, (64,))
@@ -1147,6 +1175,9 @@ def words(run, broken):
     run.optimizer.zero_grad()
     F.cross_entropy(run.model(torch.rand(64, 8)).repeat(1, 700), ids).backward()
     run.optimizer.step()
+
+
+NOT_SCALED = [ratios, words, evaluated, by_class, averaged]  # the last three: fp16 without a scaler, which is told too
 
 
 @pytest.mark.parametrize(
@@ -1157,21 +1188,23 @@ def words(run, broken):
         (own_loss, "the backward of Ignores never reads the gradient that it is given", "certain"),
         (own_module, "gradients that stay the same when the loss is doubled", "certain"),
         (evaluated, "a sum in bfloat16 that has come to 256 takes up 0 for ", "certain"),
+        (by_class, "a sum in float16 that has come to 2048 takes up 0 for 50", "certain"),
+        (averaged, "a factor of 0.999 in bfloat16", "likely"),
+        (divided_by_hand, "between backward and unscale_", "certain"),
         (words, "whole numbers that went through bfloat16: above 256 neighbours fell together", "likely"),
     ],
 )
 def test_a_broken_run_and_its_sound_twin(step, said, severity):
     for broken in (True, False):
         run = Run()
-        run.optimizer, run.other = sgd(run.model, lr=1e-3), sgd(run.model[2])
-        with watch(
-            run.model, run.optimizer, None if step in (ratios, words, evaluated) else run.mine, save=None
-        ) as seen:
+        run.optimizer, run.other, run.average = sgd(run.model, lr=1e-3), sgd(run.model[2]), {}
+        run.mine = scaler(init_scale=4096.0)
+        with watch(run.model, run.optimizer, None if step in NOT_SCALED else run.mine, save=None) as seen:
             for _ in range(6):
                 step(run, broken)
         assert not broken or found(seen, said, severity) is not None
         assert broken or not seen.findings.what.str.contains(said, regex=False).any()
-        assert broken or step is evaluated or not worst(seen.report), seen
+        assert broken or step in NOT_SCALED[2:] or not worst(seen.report), seen
 
 
 def stepped(steps=20):
