@@ -147,10 +147,11 @@ def _went_through(tensor):
     values = values[(values != 0) & values.isfinite()].unique()
     for dtype in (BF16, FP16):
         steps = _spacings(values, dtype).clamp(min=float(whole))
-        many = steps.log2().sum() > 16 if whole else len(values) > 8  # whole numbers are multiples by chance
+        many = steps.log2().sum() > 16 if whole else len(values) > 8  # some are multiples by chance
         if many and torch.equal(values, values.to(dtype).float()):
-            last_bit = (values % steps.max()).any() if whole else (values / steps % 2).mean() > 0.2
-            return dtype if last_bit else None
+            last_bit = (values / steps % 2)[steps > whole].mean() > 0.2
+            regular = whole and not (values % steps.max()).any()  # as every 20th
+            return dtype if last_bit and not regular else None
     return None
 
 
@@ -1133,7 +1134,7 @@ class _Between(TorchDispatchMode):
                 found += _rounded_numbers(args, f"given to {op}, between the model's passes")
             if adds and output.dtype in SIXTEEN:
                 right = _in_float32(func, (before.clone(), *args[1:]), kwargs, before.device)
-                found += _added(before, right[0], output) if op != "add" or first in self.sums else []
+                found += _added(before, right[0], output) if first in self.sums else []
                 self.sums[output] = True
         self.seen.coarse |= {each.what.partition(" that ")[0]: each for each in found}
         return output
@@ -1391,8 +1392,9 @@ class watch:
     a CPU, and on a GPU with `every=1`, it raises before the optimizer's step. Else it reads once in `every` passes:
     then module and pass are right, but the step is done, and nothing can be saved.
 
-    In one pass of `every` it looks closely: `table()`, `history()`, and `findings`, which `print` tells. In
-    the second pass, and ever more seldom after it, it does the pass again, uncompiled, and looks at each op.
+    In one pass of `every`, and at first in evaluations, it looks closely, at the ops of losses and metrics too:
+    `table()`, `history()`, and `findings`, which `print` tells. In the second pass, and ever more seldom after it, it
+    does the pass again, twice, uncompiled: it looks at each op, and whether gradients double with the loss.
 
     Parameters
     ----------

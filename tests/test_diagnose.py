@@ -1301,6 +1301,14 @@ def test_optimizers_that_step_at_their_own_time_lack_no_gradient():
     assert not worst(seen.report), seen
 
 
+def test_whole_numbers_that_are_regular_by_themselves_are_left_alone():
+    ids = torch.arange(0, 4000, 7)
+    assert diagnose._went_through(ids) is None
+    assert diagnose._went_through(ids.bfloat16().long()) == BF16 and diagnose._went_through(ids.half().int()) == FP16
+    for sound in (torch.arange(0, 1000, 20), 2 ** torch.arange(14), torch.arange(256), torch.full((64,), -100)):
+        assert diagnose._went_through(sound) is None
+
+
 def test_what_cannot_be_seen_is_said():
     model = network()
     optimizer = sgd(model, lr=1.0)
