@@ -1796,7 +1796,7 @@ class _Hooks:
             if self.ids.isdisjoint(map(id, _held([optimizer]))):
                 return False
             self.seen.optimizers.append(optimizer)
-            self.seen.tell(*_moments(*self.seen.run), *_resumed(*self.seen.run))
+            self.seen.tell(*_moments(None, [optimizer], None), *_resumed(None, [optimizer], self.seen.scaler))
         return True
 
     def _before_step(self, optimizer, *_):

@@ -1244,6 +1244,13 @@ def test_a_resumed_run_whose_scaler_starts_over():
     mine = scaler()
     mine.load_state_dict(kept.state_dict())
     assert not worst(loaded(model, states, mine)[1])
+    run = Run()
+    with watch(run.model, save=None) as seen:  # it meets the second optimizer when the first has stepped
+        run.scaled()
+        for one in (sgd(run.model[0], momentum=0.9), sgd(run.model[2], momentum=0.9)):
+            run.mine.step(one)
+        run.mine.update()
+    assert not worst(seen.report), seen
 
 
 def test_a_rate_that_is_too_high_is_not_blamed_on_precision():
