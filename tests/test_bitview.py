@@ -90,9 +90,13 @@ def bits_shown(explorer):
 
 def test_explorer_shows_what_is_clicked(explorer):
     assert bits_shown(explorer) == f"{0x2E66:016b}" and explorer.number.value == "0.1"
+    assert explorer.bits[15].style.button_color == bitview._PALE["sign"]
     explorer.bits[15].click()
     assert explorer.view.value == -0.0999755859375 and explorer.number.value == "-0.0999755859375"
     assert "-0.0999755859375</b>" in explorer.result.value and bits_shown(explorer)[0] == "1"
+    assert explorer.bits[15].style.button_color == bitview._COLORS["sign"]
+    looks = {(button.description, button.style.font_weight) for button in explorer.bits}
+    assert looks == {("1", "bold"), ("0", "normal")}
     explorer.steps[1].click()
     assert explorer.view.code == 0xAE65
     assert explorer.bits[15].tooltip == "bit 15, sign" and explorer.bits[10].tooltip == "bit 10, exponent"

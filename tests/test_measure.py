@@ -122,6 +122,8 @@ def test_one_round_has_no_interval():
     ratio = measure.speedup(table(a=[1.0], b=[1.0]), "a", "b")
     assert np.isnan([ratio.value, ratio.low, ratio.high]).all() and 1 not in ratio
     assert measure.summary(table(a=[1.0], b=[2.0]), 1, "a").speedup.isna().all()
+    ratio = measure.speedup(table(a=[2.0, 3.0], b=[1.0, 1.0]), "a", "b")  # two are the fewest that have one
+    assert ratio.low < ratio.value < ratio.high
 
 
 @pytest.mark.parametrize(

@@ -622,6 +622,11 @@ def test_every_case_is_a_heading():
     assert not {*MESSAGES.case, *SYMPTOMS.case} - headings
 
 
+def test_what_stops_a_run_comes_before_what_it_only_logs():
+    later = [entry.kind == "log" or entry.kind.endswith("Warning") for entry in MESSAGES.itertuples()]
+    assert later == sorted(later) and {True, False} == set(later)
+
+
 def test_each_message_and_each_of_its_forms_is_found_first():
     for entry in MESSAGES.itertuples():
         for form in [entry.message, *entry.also]:
