@@ -147,7 +147,7 @@ def _went_through(tensor):
     values = values[(values != 0) & values.isfinite()].unique()
     for dtype in (BF16, FP16):
         steps = _spacings(values, dtype).clamp(min=float(whole))
-        many = steps.log2().sum() > 16 if whole else len(values) > 8  # some are multiples by chance
+        many = steps.log2().sum() > 16 if whole else len(values) > 3  # some are multiples by chance
         if many and torch.equal(values, values.to(dtype).float()):
             last_bit = (values / steps % 2)[steps > whole].mean() > 0.2
             regular = whole and not (values % steps.max()).any()  # as every 20th
@@ -2060,6 +2060,9 @@ def _own_backwards(seen, region):
             if not given & {name for each in dis.get_instructions(code) for name in _list(each.argval)}:
                 what = f"the backward of {function.__name__} never reads the gradient that it is given"
                 yield (certain if _is_on(seen.scaler) else note)(what, "in the loss", DEAF)
+            elif _is_on(seen.scaler):
+                cost = "Not seen from here: whether it multiplies by the gradient that it is given, as a scale needs."
+                yield note(f"the loss has a backward of its own, that of {function.__name__}", "", cost)
 
 
 DEAF = "Multiply by it: else a loss scale does not get through, and unscale_ divides by it all the same."
@@ -2089,8 +2092,7 @@ def _why_zero(seen, zero, saved, zeros, right):
     sizes = {name: _largest([right[name]]) for name in zero if name in right}
     if lost := [name for name, size in sizes.items() if size > 0]:
         what = "gradients that are 0 everywhere, though the same pass, done again, makes them"
-        cost = f"There they are up to {max(sizes.values()):.2g}. What comes after the backward loses them: a hook on "
-        cost += "gradients, or a communication hook that casts to fp16, where what is below 6e-8 becomes 0."
+        cost = f"There they are up to {max(sizes.values()):.2g}. A hook loses them, as one of DDP that casts to fp16."
         return certain(what, _whole(seen.plain, lost), cost)
     if "format" in zeros:
         return certain(f"gradients that underflow to 0: {zeros['format']}", where, underflow)
@@ -2137,8 +2139,7 @@ def _hidden(seen):
 
 def _skipped(seen):
     """Steps that a scaler skips: its routine, or not."""
-    falls = f"the scale fell {seen.skipped} times"
-    falls += "" if math.isnan(seen.scale) else f", to {seen.scale:,.10g}"
+    falls = f"the scale fell {seen.skipped} times" + ("" if math.isnan(seen.scale) else f", to {seen.scale:,.10g}")
     many, tries = 3 * seen.skipped > seen.calls.tries, seen.calls.tries
     if seen.problem or (seen.last_bad < 0 and not seen.skipped):
         return
@@ -2286,9 +2287,8 @@ def _left_out(seen):
     """Passes that no backward followed."""
     if seen.left_out > 4 and not (seen.passes or seen.problem or seen.error):
         low = [dtype for dtype in sorted(set(seen.looks.dtypes.values())) if "16" in dtype]
-        cost = "As of a loop that leaves out what is not finite. The model's outputs are finite: look at the loss. "
-        cost += f"They are {_some(low)}: compute it of `.float()`." if low else "By what does it divide?"
-        yield likely(f"{seen.left_out} forward passes in a row, and no backward", "", cost)
+        cost = f"finite outputs are {_some(low)}: compute it of `.float()`." if low else "by what does it divide?"
+        yield likely(f"{seen.left_out} forward passes in a row, and no backward", "", f"Look at the loss: {cost}")
 
 
 def _merges(seen):
