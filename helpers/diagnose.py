@@ -1,6 +1,6 @@
 """What is wrong with a mixed-precision run: `audit` looks at it before it starts, `watch` while it trains.
 
-This one file can be copied into any project; it needs torch and pandas.
+This one file can be copied into any project; it needs torch and pandas (and matplotlib, to plot).
 
     print(audit(model, optimizer, scaler))          # no step needed
 
@@ -12,6 +12,7 @@ The first line that is printed is the verdict: the most probable cause, with its
 headings of notebook 14, the clinic, where each is shown and mended.
 """
 
+import copy
 import dis
 import functools
 import gc
@@ -97,34 +98,98 @@ def _some(names, most=4):
 # 2. Small questions to tensors, models, optimizers and processes
 
 
-_short = lambda dtype: str(dtype).removeprefix("torch.")
-_percent = lambda places, among: 100 * (places & among).sum() / among.sum().clamp(min=1)
-_device = lambda model: next((weight.device for weight in model.parameters()), torch.device("cpu"))
-_gpus = lambda device: [device] if device.type == "cuda" else []
-_is_compiled = lambda module: hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
-_trained = lambda model: {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-_gradients = lambda weights: {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
-_module_of = lambda weight: weight.rpartition(".")[0]
-_child = lambda name, child: f"{name}.{child}".lstrip(".")
-_is_fsdp = lambda model: any(hasattr(module, "_get_fsdp_state") for module in model.modules())
-# The dtypes that FSDP2 uses in a module; None if it does not shard it.
-_policy = lambda module: vars(module._get_fsdp_state())["_mp_policy"] if hasattr(module, "_get_fsdp_state") else None
-# The end of the whole numbers that a format holds one by one: 256 in bf16, 2048 in fp16.
-_last_whole = lambda dtype: 2 / torch.finfo(dtype).eps
-# How far apart the neighbours of a number are.
-_spacing = lambda size, dtype: torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(size))
-# What a node of autograd is the backward of.
-_op = lambda node: re.sub(r"Backward\d*$", "", node.name()).lower()
-# Whether a sum of outputs stops a run: -inf alone may be a mask.
-_stops = lambda value: math.isnan(value) or value == math.inf
-_in = lambda phase, module: f"in the {phase}, in {module or 'the model'}"
-# Whether a loss scaler works; one that cannot say so, as DeepSpeed's, does.
-_is_on = lambda scaler: scaler is not None and (not hasattr(scaler, "is_enabled") or scaler.is_enabled())
-_list = lambda value: list(value) if isinstance(value, (tuple, list)) else [value] if value is not None else []
-# How many processes train together; 0 for one alone.
-_world = lambda: dist.is_available() and dist.is_initialized() and (dist.get_world_size() > 1) * dist.get_world_size()
-_groups = lambda optimizers: [group for one in optimizers for group in one.param_groups]
-_held = lambda optimizers: [weight for group in _groups(optimizers) for weight in group["params"]]
+def _short(dtype):
+    return str(dtype).removeprefix("torch.")
+
+
+def _percent(places, among):
+    return 100 * (places & among).sum() / among.sum().clamp(min=1)
+
+
+def _device(model):
+    return next((weight.device for weight in model.parameters()), torch.device("cpu"))
+
+
+def _gpus(device):
+    """What torch.random.fork_rng keeps besides the CPU's state."""
+    return [device] if device.type == "cuda" else []
+
+
+def _is_compiled(module):
+    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+
+
+def _trained(model):
+    return {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+
+
+def _gradients(weights):
+    """Those that are there, by name."""
+    return {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
+
+
+def _module_of(weight):
+    """The name of the module that a weight's name begins with."""
+    return weight.rpartition(".")[0]
+
+
+def _child(name, child):
+    return f"{name}.{child}".lstrip(".")
+
+
+def _is_fsdp(model):
+    return any(hasattr(module, "_get_fsdp_state") for module in model.modules())
+
+
+def _policy(module):
+    """The dtypes that FSDP2 uses in a module; None if it does not shard it."""
+    return vars(module._get_fsdp_state())["_mp_policy"] if hasattr(module, "_get_fsdp_state") else None
+
+
+def _last_whole(dtype):
+    """The end of the whole numbers that a format holds one by one: 256 in bf16, 2048 in fp16."""
+    return 2 / torch.finfo(dtype).eps
+
+
+def _spacing(size, dtype):
+    """How far apart the neighbours of a number are."""
+    return torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(size))
+
+
+def _op(node):
+    """What a node of autograd is the backward of."""
+    return re.sub(r"Backward\d*$", "", node.name()).lower()
+
+
+def _stops(value):
+    """Whether a sum of outputs stops a run: -inf alone may be a mask."""
+    return math.isnan(value) or value == math.inf
+
+
+def _in(phase, module):
+    return f"in the {phase}, in {module or 'the model'}"
+
+
+def _is_on(scaler):
+    """Whether a loss scaler works; one that cannot say so, as DeepSpeed's, does."""
+    return scaler is not None and (not hasattr(scaler, "is_enabled") or scaler.is_enabled())
+
+
+def _list(value):
+    return list(value) if isinstance(value, (tuple, list)) else [value] if value is not None else []
+
+
+def _world():
+    """How many processes train together; 0 for one alone."""
+    return dist.is_available() and dist.is_initialized() and (dist.get_world_size() > 1) * dist.get_world_size()
+
+
+def _groups(optimizers):
+    return [group for one in optimizers for group in one.param_groups]
+
+
+def _held(optimizers):
+    return [weight for group in _groups(optimizers) for weight in group["params"]]
 
 
 def _count(tensors):
@@ -183,8 +248,9 @@ def _mapped(change, value):
     return change(value) if isinstance(value, torch.Tensor) else value
 
 
-# Nested arguments with float32 for tensors in 16 bits.
-_floats = lambda value: _mapped(lambda each: each.float() if each.dtype in SIXTEEN else each, value)
+def _floats(value):
+    """Nested arguments with float32 for tensors in 16 bits."""
+    return _mapped(lambda each: each.float() if each.dtype in SIXTEEN else each, value)
 
 
 def _ends(tensors):
@@ -874,12 +940,15 @@ ALONE = re.compile("log|log2|log10|log1p|atanh|acosh|asin|acos|erfinv|lgamma|dig
 CALLS = {"mul": torch.mul, "div": torch.div, "pow": torch.pow, "mseloss": F.mse_loss}
 RISKY = {"sqrt", "rsqrt", "pow", "log", "div", "reciprocal", "norm", "linalgvectornorm", "acos", "asin", "cdist", "std"}
 
-# What a node of autograd keeps: "self", "other", "result", "target", "exponent"...
-_saved = lambda node: {name[7:]: getattr(node, name) for name in dir(node) if name.startswith("_saved_")}
-# Whether an inf of its result was in its operand: views, casts, and a division by a number.
-_passes_on = lambda node: (
-    bool(PASS_ON.fullmatch(_op(node))) or (_op(node) == "div" and (None, 0) in node.next_functions)
-)
+
+def _saved(node):
+    """What a node of autograd keeps: "self", "other", "result", "target", "exponent"..."""
+    return {name[7:]: getattr(node, name) for name in dir(node) if name.startswith("_saved_")}
+
+
+def _passes_on(node):
+    """Whether an inf of its result was in its operand: views, casts, and a division by a number."""
+    return bool(PASS_ON.fullmatch(_op(node))) or (_op(node) == "div" and (None, 0) in node.next_functions)
 
 
 def _region(loss):
@@ -1220,8 +1289,12 @@ def _undone(seen):
 
 # 8. The close look
 
-# How often a number can double before fp16's largest is passed; negative beyond.
-_headroom = lambda size: math.log2(LARGEST) - math.log2(size) if size > 0 else math.inf if size == 0 else math.nan
+
+def _headroom(size):
+    """How often a number can double before fp16's largest is passed; negative beyond."""
+    return math.log2(LARGEST) - math.log2(size) if size > 0 else math.inf if size == 0 else math.nan
+
+
 HEADROOMS = ("output", "gradient", "weight gradient")
 SHARES = "% zero", "% 0 in fp16", "update/weight", "% updates lost", "% sums lost"
 
@@ -1360,13 +1433,13 @@ class _Looks:
             labels = tuple(self.now)
             labels = self.records[-1][1] if self.records and self.records[-1][1] == labels else labels
             values = _together(self.now.values(), self.seen.device).cpu()
-            self.records.append((self.number, labels, values))
+            self.records.append((self.number, labels, values, self.seen.scale, self.seen.skipped))
             self.records = self.records[::2] if len(self.records) > RECORDS else self.records
         self.now = {}
 
     def rows(self):
         """All that was looked at: a row a number."""
-        records = [(number, zip(labels, values.tolist())) for number, labels, values in self.records]
+        records = [(number, zip(labels, values.tolist())) for number, labels, values, *_ in self.records]
         rows = [(number, *label, value) for number, pairs in records for label, value in pairs]
         return pd.DataFrame(rows, columns=["pass", "module", "what", "value"])
 
@@ -1578,10 +1651,39 @@ class watch:
         return table.join(means[[what for what in SHARES if what in means]])
 
     def history(self):
-        """A row a look: its pass, and the least headroom, in doublings, of all outputs and of all gradients."""
+        """A row a look: the pass, the scale and its falls until then, and the least headroom, in doublings, of all
+        outputs and of all gradients at outputs."""
+        rows = [(number, scale, skipped) for number, *_, scale, skipped in self.looks.records]
+        history = pd.DataFrame(rows, columns=["pass", "scale", "skipped"])
         largest = self.looks.rows().pivot_table("value", "pass", "what", "max")
-        sizes = largest[[what for what in HEADROOMS if what in largest]]
-        return sizes.map(_headroom).add_suffix(" headroom").reset_index()
+        for what in ("output", "gradient"):
+            history[f"{what} headroom"] = history["pass"].map(largest.get(what, {})).map(_headroom)
+        return history
+
+    def plot(self):
+        """A figure: the headroom of outputs and gradients by module, and over time."""
+        import matplotlib.pyplot as plt
+
+        table, history = self.table(), self.history()
+        kinds = [kind for kind in table if kind.endswith("headroom")]
+        if not kinds:
+            raise ValueError("saw nothing: no outputs to plot")
+        figure, (left, right) = plt.subplots(1, 2, figsize=(10, 1.5 + 0.22 * len(table)), layout="constrained")
+        for kind, color, marker in zip(kinds, ("#4f9d9a", "#b077b5", "#8a8d99"), "osd"):
+            names = [name or "the model" for name in table.index]
+            left.plot(table[kind], names, marker, color=color, label=kind.removesuffix(" headroom"))
+            if kind in history:
+                right.plot(history["pass"], history[kind], marker=marker, color=color)
+        left.axvline(0, color="#8e63c7", linestyle="--")
+        right.axhline(0, color="#8e63c7", linestyle="--")
+        left.set(xlabel="doublings to 65504")
+        left.invert_yaxis()
+        left.legend(frameon=False)
+        right.set(xlabel="pass", ylabel="least headroom, doublings")
+        least, kind = table[kinds].min(axis=None), table[kinds].min().idxmin()
+        where = f"{kind.removesuffix(' headroom')} of {table[kind].idxmin() or 'the model'}"
+        figure.suptitle(f"Least headroom: {least:.1f} doublings, {where}", x=0.01, ha="left")
+        return figure
 
     @property
     def run(self):
@@ -1915,10 +2017,9 @@ def _why_skipped(seen):
     return made if made and made.phase == "forward" and made.kind != "-inf" else None
 
 
-# Under FSDP2, whose hooks a second pass disturbs, only once, at the end of a run in one process.
-_can_be_done_again = lambda seen: (
-    "batch" in (seen.saved or {}) and not (_is_fsdp(seen.model) and (_world() or not seen.ends))
-)
+def _can_be_done_again(seen):
+    """Under FSDP2, whose hooks a second pass disturbs, only once, at the end of a run in one process."""
+    return "batch" in (seen.saved or {}) and not (_is_fsdp(seen.model) and (_world() or not seen.ends))
 
 
 def _made_in(seen):
@@ -1982,7 +2083,11 @@ CASES = {  # the clinic's, by what the words of an Origin hold
     "backward.*sqrt": "Loss scale falls in every step",
     "compiled code made it": "Gradients are inf in a compiled float32 layer",
 }
-_case_of = lambda origin: next((case for words, case in CASES.items() if re.search(words, origin.words)), "")
+
+
+def _case_of(origin):
+    return next((case for words, case in CASES.items() if re.search(words, origin.words)), "")
+
 
 RAISED = {  # what an error says, and what it means
     "unscale FP16 gradients": "What trains is fp16: a GradScaler wants FP32 weights, under autocast.",
@@ -2327,7 +2432,87 @@ def _nothing(seen):
     return [note(f"the loss does not fall ({first:.3g} to {last:.3g}), and nothing of precision was found", "", cost)]
 
 
-_for_evaluation = lambda seen: [] if seen.problem else _spoilt(seen.plain)  # what only an evaluation uses
+def _for_evaluation(seen):
+    """What only an evaluation uses."""
+    return [] if seen.problem else _spoilt(seen.plain)
+
+
 SPOILS, MAY = (functools.partial(_settings, severity=severity) for severity in ("certain", "likely"))
 JUDGES = [SPOILS, _stopped, _no_gradient, _skipped, _norms_seen, _hidden, _cast]
 JUDGES += [_rounded, MAY, _too_large, _merges, _left_out, _for_evaluation, _unseen]
+
+
+# 12. bisect
+
+
+def bisect(model, batch, loss, dtype=FP16, tolerance=0.02):
+    """The fewest modules to keep in FP32 so that the loss under autocast is finite and near FP32's.
+
+    From the whole model down: a module is dropped if the rest is enough, and replaced by its children if they are.
+    None of those that remain can be left out. It looks at the forward pass only, of an FP32 copy of the model.
+
+    Parameters
+    ----------
+    batch : the model's arguments: a tuple, a dict, or one tensor
+    loss : callable, `loss(output)` is a scalar
+    dtype : autocast's
+    tolerance : float, of FP32's loss
+
+    Returns a list of names of modules; [] if none is needed, [""] for the whole model. Raises ValueError if the loss is
+    not finite in FP32 either.
+
+    Examples
+    --------
+    >>> model = torch.nn.Sequential(torch.nn.Linear(1, 1, bias=False), torch.nn.ReLU())
+    >>> _ = torch.nn.init.constant_(model[0].weight, 1e6)
+    >>> bisect(model, torch.ones(1, 1), torch.sum)
+    ['0']
+    """
+    model, kind = copy.deepcopy(_plain(model)).float(), _device(model).type
+    modules = dict(model.named_modules())
+    args, kwargs = ((), batch) if isinstance(batch, dict) else (batch if isinstance(batch, tuple) else (batch,), {})
+
+    def loss_of(kept):
+        with _kept(model), torch.no_grad(), torch.compiler.set_stance("force_eager"), ExitStack() as around:
+            for name in kept:
+                around.enter_context(_in_fp32(modules[name], kind))
+            with torch.autocast(kind, dtype, cache_enabled=False):
+                return float(loss(model(*_floats(args), **_floats(kwargs))))
+
+    right = loss_of([""])
+    if not math.isfinite(right):
+        raise ValueError(f"the loss is {right} in FP32 too: precision is not the cause")
+    good = lambda kept: abs(loss_of(kept) - right) <= tolerance * abs(right)  # false for nan
+    kept, settled = [""], []
+    while kept := _fewest(kept, lambda names: good(settled + names)):
+        name = kept.pop()
+        children = [f"{name}.{child}".lstrip(".") for child, _ in modules[name].named_children()]
+        if children and good(settled + kept + children):
+            kept += children
+        else:
+            settled.append(name)
+    return sorted(settled, key=[*modules].index)
+
+
+def _fewest(names, good):
+    """Names without which `good(names)` fails, each of them."""
+    for name in list(names):
+        rest = [each for each in names if each != name]
+        names = rest if good(rest) else names
+    return list(names)
+
+
+@contextmanager
+def _in_fp32(module, kind):
+    """Runs a module's forward without autocast, on float32 arguments."""
+    forward = module.forward
+
+    def without(*args, **kwargs):
+        with torch.autocast(kind, enabled=False):
+            return forward(*_floats(args), **_floats(kwargs))
+
+    module.forward = without
+    try:
+        yield
+    finally:
+        del module.forward

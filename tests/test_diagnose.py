@@ -9,6 +9,7 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import nbformat
 import pytest
 import torch
@@ -20,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from helpers import diagnose
-from helpers.diagnose import NonFinite, audit, replay, watch
+from helpers.diagnose import NonFinite, audit, bisect, replay, watch
 from helpers.launch import torchrun
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -1468,12 +1469,39 @@ def test_most_passes_cost_a_number_a_gradient():
     assert watched.ops - plain.ops <= len(list(model.parameters())) + 20
 
 
+def test_plot_names_the_least_headroom():
+    seen = after(steps=6, every=2)
+    least = seen.table().filter(like="headroom").min(axis=None)
+    figure = seen.plot()
+    plt.close(figure)  # an open one would be seen by other tests
+    assert f"{least:.1f} doublings" in figure.get_suptitle()
+    with pytest.raises(ValueError, match="saw nothing"):
+        watch(network()).plot()
+
+
+def wide(x):
+    """Overflows fp16 between two modules that do not."""
+    return (x * 1e4 * 1e3) / 1e7
+
+
+def test_bisect_keeps_the_fewest_modules():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(Op(wide), nn.Linear(8, 8)), nn.BatchNorm1d(8), nn.Dropout())
+    before, batch = copy.deepcopy(model.state_dict()), torch.rand(16, 8)
+    assert bisect(model, batch, squares, tolerance=0.05) == ["1.0"]
+    assert all(torch.equal(model.state_dict()[name], each) for name, each in before.items())
+    assert bisect(model, (batch,), squares, BF16, tolerance=0.05) == []
+    assert bisect(model.bfloat16(), {"input": batch}, squares, tolerance=0.05) == ["1.0"]
+    with pytest.raises(ValueError, match="in FP32 too"):
+        bisect(model, batch, lambda output: output.sum() * math.nan)
+
+
 RANKS = """
 import faulthandler, sys, torch, torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from helpers.diagnose import NonFinite, audit, replay, watch
+from helpers.diagnose import NonFinite, audit, bisect, replay, watch
 
 dist.init_process_group("gloo")
 faulthandler.dump_traceback_later(30, exit=True)
