@@ -394,6 +394,9 @@ def _states(model, optimizers, scaler):
         if 0 < 1 - beta < 2.0**-8 and any(each.dtype == BF16 for each in squares):
             cost = f"A decay by {beta:g} is less than half a step of bf16: it never falls. Keep it in FP32."
             yield likely(f"{name}'s second moment in bf16", "exp_avg_sq", cost)
+        if _is_on(scaler) and group.get("fused") and group.get("momentum") and not any(states):
+            cost = "If the first step is skipped, it is made of uninitialised memory, and used. Leave fused=True out."
+            yield likely(f"the momentum of a fused {name}, with a GradScaler", "", cost)
         if rate == 0 or not math.isfinite(rate):
             yield (certain if rate else note)(f"a learning rate of {rate:g}", name)
         if low := [key for key, each in group.items() if isinstance(each, torch.Tensor) and each.dtype in SIXTEEN]:

@@ -1469,6 +1469,17 @@ def test_most_passes_cost_a_number_a_gradient():
     assert watched.ops - plain.ops <= len(list(model.parameters())) + 20
 
 
+def test_fused_momentum_is_told_before_a_first_step_that_may_be_skipped():
+    model, scaler = network(), torch.amp.GradScaler("cpu")
+    fused, plain = (torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, fused=fused) for fused in (True, False))
+    words = "the momentum of a fused SGD"
+    assert words in str(audit(model, fused, scaler))
+    assert words not in str(audit(model, fused)) and words not in str(audit(model, plain, scaler))
+    model(torch.ones(2, 8)).sum().backward()
+    fused.step()
+    assert words not in str(audit(model, fused, scaler))
+
+
 def test_plot_names_the_least_headroom():
     seen = after(steps=6, every=2)
     least = seen.table().filter(like="headroom").min(axis=None)
