@@ -1400,6 +1400,7 @@ class _Looks:
             self.note_norm("norm at the step")
             found = _gradients(self.seen.trained)
             weights = [(name, self.seen.trained[name]) for name, gradient in found.items() if not gradient.is_sparse]
+            weights = [(name, weight) for name, weight in weights if _local(weight).numel()]  # not an empty shard
             weights.sort(key=lambda pair: pair[1].numel())  # of a module's weights the largest is kept
             self.before = [(name, weight, _sample(weight), _sample(weight.grad) != 0) for name, weight in weights]
             held = set(map(id, _held([optimizer])))  # another's weights have gradients at another time

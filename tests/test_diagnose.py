@@ -1520,7 +1520,7 @@ rank = dist.get_rank()
 
 def network():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8), nn.Linear(8, 1))  # one row: rank 1 has none
 
 def stopped(model, name):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -1572,6 +1572,6 @@ def test_two_processes_stop_together(tmp_path, monkeypatch):
         assert re.search(r"^fsdp passes 4 .*rank 1: pass 2, .*in the input", text, re.MULTILINE), text
         assert "FSDP2 reduces gradients in 16 bits: param_dtype bfloat16" in text
         assert "without FP32 masters" in text
-        assert "fsdp 4 4 ['0', '1', '2']" in text
+        assert "fsdp 4 4 ['0', '1', '2', '3']" in text
         assert "an input is bfloat16, up to 1,000, where neighbours are 4 apart" in text
     assert run.printed[1].endswith("in the input: args.0\n")
