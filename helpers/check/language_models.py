@@ -14,13 +14,13 @@ def _turned(x, angle):
 
 
 def _angles(positions, frequencies):
-    return positions.float()[:, None] * frequencies.float()
+    return positions.float()[:, None] * frequencies
 
 
 def _rotations():
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(3, 4, generator=generator).bfloat16()
-    frequencies = torch.tensor([1.0, 0.01]).bfloat16()
+    frequencies = torch.tensor([1.0, 0.01])
     return [(x[:2, :2], torch.tensor([0, 1]), frequencies[:1]), (x, torch.tensor([0, 301, 5001]), frequencies)]
 
 
@@ -28,15 +28,14 @@ def _rotations():
     cases=_rotations,
     mistakes={
         "The angles are rounded: compute them in float32.": lambda x, positions, frequencies: _turned(
-            x.float(), (positions.bfloat16()[:, None] * frequencies).float()
+            x.float(), (positions.bfloat16()[:, None] * frequencies.bfloat16()).float()
         ).bfloat16(),
+        "The frequencies are rounded.": lambda x, p, f: _turned(x.float(), _angles(p, f.bfloat16())).bfloat16(),
         "Return the dtype of x.": lambda x, positions, frequencies: _turned(x.float(), _angles(positions, frequencies)),
         "The sine and cosine are rounded: rotate in float32, and cast once, at the end.": (
             lambda x, positions, frequencies: _turned(x, _angles(positions, frequencies).bfloat16())
         ),
-        "It turns the other way: the first half is a * cos - b * sin.": lambda x, positions, frequencies: _turned(
-            x.float(), -_angles(positions, frequencies)
-        ).bfloat16(),
+        "The first half is a * cos - b * sin.": lambda x, p, f: _turned(x.float(), -_angles(p, f)).bfloat16(),
     },
     same=functools.partial(equal, rel=0.02),  # two spacings of bf16
     show=lambda x, positions, frequencies: f"positions {positions.tolist()}",
