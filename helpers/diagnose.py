@@ -248,14 +248,19 @@ def _mapped(change, value):
     return change(value) if isinstance(value, torch.Tensor) else value
 
 
+def _wide(tensor):
+    return tensor.float() if tensor.dtype in SIXTEEN else tensor
+
+
 def _floats(value):
     """Nested arguments with float32 for tensors in 16 bits."""
-    return _mapped(lambda each: each.float() if each.dtype in SIXTEEN else each, value)
+    return _mapped(_wide, value)
 
 
 def _ends(tensors):
     """The smallest and the largest number of each tensor, NaN if one is: two lists. It waits for a GPU."""
-    ends = [torch.stack(torch.aminmax(_local(each))).float() for each in tensors if _local(each).numel()]
+    # A CPU's autocast to bf16 refuses to stack what is fp16, and the other way round.
+    ends = [torch.stack([*map(_wide, torch.aminmax(_local(each)))]) for each in tensors if _local(each).numel()]
     return _together(ends, ends[0].device).T.tolist() if ends else ([0.0], [0.0])
 
 
@@ -280,7 +285,7 @@ def _norms(tensors, order=2):
 
 def _together(values, device):
     """Numbers in one tensor, without waiting for it; modules may lie on several devices."""
-    values = [each if each.device == device else each.to(device, non_blocking=True) for each in values]
+    values = [_wide(each if each.device == device else each.to(device, non_blocking=True)) for each in values]
     return torch.stack(values) if values else torch.zeros(1, device=device)
 
 

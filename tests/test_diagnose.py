@@ -1469,6 +1469,14 @@ def test_most_passes_cost_a_number_a_gradient():
     assert watched.ops - plain.ops <= len(list(model.parameters())) + 20
 
 
+def test_fp16_buffers_are_looked_at_under_autocast_to_bf16():
+    model = network(Op(lambda x: x / (1 - model.noise)))
+    model.register_buffer("noise", torch.tensor([1.0], dtype=torch.float16))
+    told = pytest.warns(RuntimeWarning, match="div made inf.* divides by 0")
+    with told, watch(model, save=None, warn=True), torch.autocast("cpu", torch.bfloat16):
+        model(torch.ones(2, 8)).sum().backward()
+
+
 def test_fused_momentum_is_told_before_a_first_step_that_may_be_skipped():
     model, scaler = network(), torch.amp.GradScaler("cpu")
     fused, plain = (torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, fused=fused) for fused in (True, False))
