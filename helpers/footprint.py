@@ -553,7 +553,7 @@ class TimeEstimate:
     ops: pd.DataFrame = field(repr=False)
 
 
-def roofline(build_model, input_shape, precision, gpu, optimizer="sgd_momentum"):
+def roofline(build_model, inputs, precision, gpu, optimizer="sgd_momentum", loss=None):
     """The time of a training step on one of `GPUS` by the roofline, as a TimeEstimate.
 
     An op takes its FLOPs over the GPU's rate for its dtype, or its bytes over the bandwidth, whichever is longer
@@ -561,10 +561,10 @@ def roofline(build_model, input_shape, precision, gpu, optimizer="sgd_momentum")
     convolution has no sum over channels, so nothing for Tensor Cores: its rate is that of float32. The ops are those
     of eager mode; torch.compile fuses many of them and saves traffic. "fp32" is IEEE float32 and "tf32" TF32 in every
     op; PyTorch's default on Ampere and newer is in between, TF32 in convolutions only. The other arguments are
-    `predict_memory`'s.
+    `predict_memory`'s; the first size of the first input is the number of images, or of texts.
 
-    No strict bound: Winograd's algorithm needs fewer multiplications than are counted. `on_gpu` adds a cache and the
-    time of launches, `fused` is what a compiler could make of the ops.
+    No strict bound: Winograd's algorithm multiplies less than is counted. `on_gpu` adds a cache and launches, `fused`
+    is what a compiler could make of the ops.
 
     Raises ValueError for an unknown GPU, precision or optimizer, and for a precision that the GPU has no units for.
 
@@ -573,14 +573,14 @@ def roofline(build_model, input_shape, precision, gpu, optimizer="sgd_momentum")
     >>> roofline(lambda: torch.nn.Linear(4096, 4096), (64, 4096), "fp16", "V100").bound
     'memory'
     """
-    ops = pd.DataFrame(_record(build_model, input_shape, precision, optimizer).rows)
+    ops = pd.DataFrame(_record(build_model, inputs, precision, optimizer, loss=loss).rows)
     ops = on_gpu(ops[ops.bytes > 0].reset_index(drop=True), gpu, precision)
     seconds = float(ops.seconds.sum())
     return TimeEstimate(
         flops=int(ops.flops.sum()),
         bytes=int(ops.bytes.sum()),
         seconds=seconds,
-        images_per_second=input_shape[0] / seconds,
+        images_per_second=(len(_tensors(_made(inputs))[0]) if callable(inputs) else inputs[0]) / seconds,
         bound=ops.groupby("bound").seconds.sum().idxmax(),
         ops=ops,
     )

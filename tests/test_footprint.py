@@ -814,6 +814,15 @@ def test_traffic_time_and_bound_by_hand():
     assert not estimate.ops.op.str.contains("view|empty|detach|^t$").any(), "they move nothing"
 
 
+def test_the_roofline_takes_a_function_that_makes_tokens_an_optimizer_and_a_loss():
+    def tokens():
+        return torch.randint(50, (6, 16))
+
+    estimate = roofline(lambda: nn.Embedding(50, 8), tokens, "bf16", "A100", "adamw", loss=lambda output: output.sum())
+    assert estimate.images_per_second == pytest.approx(6 / estimate.seconds)
+    assert estimate.ops.op.str.contains("fused_adamw").any()
+
+
 def test_a_large_product_is_bound_by_compute_and_16_bits_are_faster():
     def build():
         return nn.Sequential(nn.Flatten(), nn.Linear(4096, 4096, bias=False))
