@@ -1240,7 +1240,8 @@ def _compared(op, args):
     """Numbers that were stored in 16 bits, beside others that are nearer to them than 16 bits can tell."""
     pair = _tensors(args[:2]) if op in ("sub", "div", "mse_loss", "smooth_l1_loss", "kl_div") else []
     for fine, coarse in (pair, pair[::-1]) if len(pair) == 2 and pair[0].shape == pair[1].shape else ():
-        if fine.dtype == FP32 and (dtype := _went_through(coarse)) and not _went_through(fine):
+        stored = None if coarse.requires_grad else _went_through(coarse)
+        if fine.dtype == FP32 and (dtype := stored) and not _went_through(fine):
             apart = (_sample(fine) - _sample(coarse)).abs().median()
             if apart < 2 * (step := _spacings(_sample(coarse), dtype).median()):
                 what = f"{op} of float32 and of numbers that went through {_short(dtype)}: they are {apart:.2g} apart, "
@@ -1313,7 +1314,8 @@ def _copies(model):
     things, near = gc.get_objects(), []  # there may be a million: they are sorted out in C
     tensors = [*compress(things, map((torch.Tensor, nn.Parameter).__contains__, map(type, things)))]
     low = [each for each in tensors if each.dtype in SIXTEEN and not each.requires_grad]
-    low = [each for each in low if each.layout is torch.strided and each.untyped_storage().nbytes()]  # FSDP frees some
+    own = {_local(each).untyped_storage().data_ptr() for each in (*model.parameters(), *model.buffers())}
+    low = [each for each in low if each.layout is torch.strided and each.untyped_storage().data_ptr() not in {0, *own}]
     for weight in [each for each in _trained(model).values() if type(each) is nn.Parameter]:
         sample = _sample(weight)
         same = [each for each in low if each.shape == weight.shape and each.device == weight.device]

@@ -1413,6 +1413,24 @@ def test_sums_in_16_bits_and_copies_that_stand_still():
     found(seen, "a copy of the weights in 16 bits", "certain")
 
 
+def test_a_checkpoint_that_became_the_weights_is_no_copy_of_them():
+    model = nn.Linear(24, 40)
+    checkpoint = {name: weight.bfloat16() for name, weight in model.state_dict().items()}
+    assert len(diagnose._copies(model)) == 1
+    model.load_state_dict(checkpoint, assign=True)
+    assert not diagnose._copies(model)
+
+
+def test_an_output_in_16_bits_near_its_target_is_no_stored_number():
+    model = nn.Linear(8, 64)
+    with watch(model, sgd(model), save=None) as seen:
+        for _ in range(3):
+            with torch.autocast("cpu", BF16):
+                output = model(torch.rand(16, 8)).float()
+            F.mse_loss(output, output.detach() + 1e-4 * torch.rand(16, 64)).backward()
+    assert not worst(seen.report), seen
+
+
 def test_table_counts_what_is_lost():
     model = nn.Sequential(nn.Linear(4, 4, bias=False))
     nn.init.constant_(model[0].weight, 2.0)
