@@ -248,19 +248,19 @@ def _mapped(change, value):
     return change(value) if isinstance(value, torch.Tensor) else value
 
 
-def _wide(tensor):
+def _float(tensor):
     return tensor.float() if tensor.dtype in SIXTEEN else tensor
 
 
 def _floats(value):
     """Nested arguments with float32 for tensors in 16 bits."""
-    return _mapped(_wide, value)
+    return _mapped(_float, value)
 
 
 def _ends(tensors):
     """The smallest and the largest number of each tensor, NaN if one is: two lists. It waits for a GPU."""
     # A CPU's autocast to bf16 refuses to stack what is fp16, and the other way round.
-    ends = [torch.stack([*map(_wide, torch.aminmax(_local(each)))]) for each in tensors if _local(each).numel()]
+    ends = [torch.stack([*map(_float, torch.aminmax(_local(each)))]) for each in tensors if _local(each).numel()]
     return _together(ends, ends[0].device).T.tolist() if ends else ([0.0], [0.0])
 
 
@@ -285,7 +285,7 @@ def _norms(tensors, order=2):
 
 def _together(values, device):
     """Numbers in one tensor, without waiting for it; modules may lie on several devices."""
-    values = [_wide(each if each.device == device else each.to(device, non_blocking=True)) for each in values]
+    values = [_float(each if each.device == device else each.to(device, non_blocking=True)) for each in values]
     return torch.stack(values) if values else torch.zeros(1, device=device)
 
 
@@ -1240,8 +1240,8 @@ def _compared(op, args):
     """Numbers that were stored in 16 bits, beside others that are nearer to them than 16 bits can tell."""
     pair = _tensors(args[:2]) if op in ("sub", "div", "mse_loss", "smooth_l1_loss", "kl_div") else []
     for fine, coarse in (pair, pair[::-1]) if len(pair) == 2 and pair[0].shape == pair[1].shape else ():
-        stored = None if coarse.requires_grad else _went_through(coarse)
-        if fine.dtype == FP32 and (dtype := stored) and not _went_through(fine):
+        dtype = None if coarse.requires_grad else _went_through(coarse)
+        if fine.dtype == FP32 and dtype and not _went_through(fine):
             apart = (_sample(fine) - _sample(coarse)).abs().median()
             if apart < 2 * (step := _spacings(_sample(coarse), dtype).median()):
                 what = f"{op} of float32 and of numbers that went through {_short(dtype)}: they are {apart:.2g} apart, "
