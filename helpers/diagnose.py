@@ -19,6 +19,7 @@ import gc
 import inspect
 import math
 import re
+import sys
 import traceback
 import warnings
 import weakref
@@ -294,6 +295,13 @@ def _sample(tensor):
     return values[:: max(1, values.numel() // SAMPLE)].to(FP32, copy=True)
 
 
+def _compiled(model):
+    """What torch.compile has made of a model, if it has: the loop calls that."""
+    dynamo = sys.modules.get("torch._dynamo")  # slow to import, and not there if nothing is compiled
+    things = [each for each in gc.get_objects() if type(each) is dynamo.OptimizedModule] if dynamo else []
+    return next((each for each in things if getattr(each, "_orig_mod", None) is model), model)
+
+
 def _plain(model):
     """The model inside the wrappers of torch.compile and DistributedDataParallel."""
     while hasattr(model, "_orig_mod") or isinstance(model, nn.parallel.DistributedDataParallel):
@@ -352,7 +360,8 @@ def _masters(model, optimizers, scaler):
         cost += "Load or cast what trains as FP32."
         what = f"16-bit weights that train, without FP32 masters: {_count(low.values())}"
         case = "Weights do not change with FSDP2" if _is_fsdp(model) else "Weights do not change in 16 bits"
-        yield (note if foreign else likely)(what, _whole(model, low), cost, case)
+        evaluated = not optimizers and not model.training  # as an average's copy
+        yield (note if foreign or evaluated else likely)(what, _whole(model, low), cost, case)
     fp16 = [name for name, weight in low.items() if weight.dtype == FP16]
     if fp16 and _is_on(scaler):
         fused = any(group.get("fused") for group in _groups(optimizers))
@@ -383,6 +392,17 @@ def _who_keeps_masters(low, optimizers):
     return "and the optimizer keeps FP32 copies" if found else ""
 
 
+def _longest_steps(optimizers):
+    """How far Adam moves a number of float32 at most, without decay, by the weight's id: Kingma and Ba 2015, 2.1."""
+    found = {}
+    for one in optimizers:
+        for group in one.param_groups if re.search(r"(?<![NR])Adam(?!ax)", type(one).__name__) else ():
+            first, second = map(float, group.get("betas", (0.9, 0.999)))
+            longest = float(group.get("lr", 0)) * max(1, (1 - first) / math.sqrt(1 - second))
+            found |= {id(weight): longest for weight in group["params"] if weight.dtype == FP32}
+    return found
+
+
 def _states(model, optimizers, scaler):
     """What 16 bits and odd settings do to an optimizer's states and constants."""
     kept = [(key, each) for one in optimizers for state in one.state.values() for key, each in state.items()]
@@ -396,6 +416,10 @@ def _states(model, optimizers, scaler):
         if fp16 and 0 < eps <= ZERO:
             cost = "Where the second moment is 0 too, the step divides by 0: inf or NaN. FP32 weights, or eps=1e-4."
             yield certain(f"{name}'s eps = {eps:g} is 0 in fp16", "", cost, "Weights are NaN after one step of Adam")
+        masters = [pair for state in states for pair in state.items() if re.search("master|fp32", str(pair[0]))]
+        if low := {str(key) for key, kept in masters if any(each.dtype in SIXTEEN for each in _tensors(kept))}:
+            cost = "Updates are rounded away. Optimizer.load_state_dict casts states to their weights' dtype."
+            yield certain(f"{name}'s masters are in 16 bits", sorted(low), cost, "Weights do not change in 16 bits")
         if 0 < 1 - beta < 2.0**-8 and any(each.dtype == BF16 for each in squares):
             cost = f"A decay by {beta:g} is less than half a step of bf16: it never falls. Keep it in FP32."
             yield likely(f"{name}'s second moment in bf16", "exp_avg_sq", cost)
@@ -697,6 +721,7 @@ UNITS = {"threshold_backward": "ReLU", "hardtanh_backward": "clamp", "sigmoid_ba
 UNITS |= {"tanh_backward": "tanh", "gelu_backward": "GELU", "silu_backward": "SiLU", "leaky_relu_backward": "LeakyReLU"}
 FACTORIES = ("empty", "zeros", "ones", "full", "new_", "rand")
 ADDS = ("add", "add_", "index_add_", "scatter_add_", "index_put_")
+PARTS = ("index", "select", "slice", "gather", "view")
 COARSE = ("_to_copy", "sin", "cos", "arange", "cumsum")
 
 
@@ -1062,6 +1087,7 @@ class _Calls:
         self.seen, self.scalers, self.met = seen, weakref.WeakSet(), 0
         self.tries = self.updates = self.scaled = 0  # steps tried, updates, losses scaled since the last update
         self.not_scaled = 0  # backward passes of other losses since the last update
+        self.taken = 0  # calls of torch.autograd.grad for the model's weights
         self.unscaled, self.kept, self.in_step = Counter(), [], False
         self.stepped = weakref.WeakSet()  # by the scaler, since a loss was scaled
 
@@ -1089,6 +1115,7 @@ class _Calls:
         if self.seen.hooks.is_off():
             return original(outputs, *args, **kwargs)
         found, ends = original(outputs, *args, **kwargs), [each for each in _tensors(outputs) if each.grad_fn]
+        self.taken += any(each is weight for each in _list(args and args[0]) for weight in self.seen.trained.values())
         if any("loss" in node.metadata for each in ends for node in _region(each)):
             for each in [each for each in found if each is not None and each.grad_fn]:
                 each.grad_fn.metadata["scaled gradient"] = True
@@ -1113,7 +1140,7 @@ class _Calls:
 
     def unscale_(self, original, scaler, optimizer):
         if scaler.is_enabled():
-            if self.seen.passes and not self.scaled:
+            if (self.seen.passes or self.taken) and not self.scaled:
                 cost = "Gradients are divided by a scale that the loss was not multiplied by."
                 self.tell("backward was called on a loss that scaler.scale has not seen", cost)
             if self.kept and self.unscaled[optimizer]:
@@ -1167,6 +1194,13 @@ class _Calls:
             self.tell("optimizer.step was called after unscale_, and scaler.step was not", cost)
 
 
+def _own_scale(loss):
+    """The large number that a loop multiplies its loss by; 0 if it does not."""
+    kept = _saved(loss.grad_fn) if loss.grad_fn and _op(loss.grad_fn) == "mul" else {}
+    factors = [float(each) for each in map(kept.get, OPERANDS) if isinstance(each, torch.Tensor) and each.numel() == 1]
+    return max([each for each in factors if each >= 64 and math.log2(each).is_integer()], default=0)
+
+
 def _divides_by_scale(region, scaler):
     """Whether one of autograd's nodes divides by the scale, or multiplies by its inverse."""
     factors = [(_op(node), _saved(node).get("other")) for node in region if _op(node) in ("mul", "div")]
@@ -1185,6 +1219,7 @@ class _Between(TorchDispatchMode):
         super().__init__()
         self.seen, self.evaluations, self.is_on = seen, 2000, False
         self.sums = WeakTensorKeyDictionary()  # what an addition made
+        self.given = WeakTensorKeyDictionary()  # what was computed of outputs without gradients: the model's dtype
 
     @classmethod
     def ignore_compile_internals(cls):
@@ -1203,33 +1238,59 @@ class _Between(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, op, first = kwargs or {}, func.overloadpacket.__name__, args[0] if args else None
         adds = op in ADDS and first.dtype in SIXTEEN and not first.requires_grad and first.numel() <= SAMPLE
-        before = first.float() if adds else None
+        before, known = (first.float(), first in self.sums) if adds else (None, False)
         output, found = func(*args, **kwargs), []
         with suppress(Exception):  # as of complex numbers
-            found += [*_compared(op, args), *_decays(op, *args)]
+            found += [*_compared(op, args), *_decays(op, args), *self._other_precision(op, args, output)]
+            if op in PARTS and first in self.sums:
+                self.sums[output] = True
             if op.startswith(("nll_loss", "gather", "index", "embedding", "scatter")):
                 found += _rounded_numbers(args, f"given to {op}, between the model's passes")
             if adds and output.dtype in SIXTEEN:
                 right = _in_float32(func, (before.clone(), *args[1:]), kwargs, before.device)
-                found += _added(before, right[0], output) if first in self.sums else []
+                found += _added(before, right[0], output) if known else []
                 self.sums[output] = True
         self.seen.coarse |= {each.what.partition(" that ")[0]: each for each in found}
         return output
 
+    def _other_precision(self, op, args, output):
+        """Outputs without gradients, as of a rollout, beside those of a pass in another precision."""
+        if then := next((self.given[each] for each in _tensors(args) if each in self.given), None):
+            self.given.update({each: then for each in _tensors(output) if not each.requires_grad})
+        pair = _tensors(args[:2]) if op in ("sub", "div") else []
+        old = [each for each in pair if each in self.given and not each.requires_grad]
+        if len(pair) == 2 and len(old) == 1 and {each.requires_grad for each in pair} == {True, False}:
+            now = _dtype_within(self.seen.saved["autocast"], self.seen.plain)
+            if now != then:
+                what = f"{op} of outputs in {_short(now)} and of the model's in {_short(then)}, without gradients"
+                cost = "Part of the difference is the other precision, as of log-probabilities: compute both alike."
+                yield likely(what, "in the loss", cost)
 
-def _decays(op, kept=None, factor=1, *_):
+
+def _dtype_within(cast, model):
+    """What a model computes in, by autocast's settings and its weights."""
+    weight = next(model.parameters(), None)
+    return cast["dtype"] if cast["enabled"] else FP32 if weight is None else weight.dtype
+
+
+def _decays(op, args):
     """A decay so near to 1 that 16 bits do not hold it."""
-    low = op in ("mul", "mul_") and isinstance(factor, float) and kept.dtype in SIXTEEN and not kept.requires_grad
-    if low and 0 < abs(1 - factor) < torch.finfo(kept.dtype).eps / 4:
+    decay = re.fullmatch("(_foreach_)?(mul|lerp)_?", op)
+    factor, kept = (args[-1], _tensors(args[:1])[:1]) if decay else (None, [])
+    if not (isinstance(factor, float) and kept and kept[0].dtype in SIXTEEN and not kept[0].requires_grad):
+        return
+    if 0 < abs(factor - ("mul" in op)) < torch.finfo(kept[0].dtype).eps / 4:
         cost = "Less than half a step: as of an average, it stands still. Keep it in FP32."
-        yield likely(f"a factor of {factor:g} in {_short(kept.dtype)}", "between the model's passes", cost)
+        what = f"a factor of {factor:g} in {_short(kept[0].dtype)}"
+        yield likely(what, f"{decay[2]}, between the model's passes", cost)
 
 
 def _added(before, right, output):
     """A sum that has become too large for what it takes up, as 256 in bf16 for a 1."""
     got, more = (output.float() - before).abs(), (right - before).abs()
     off = ~((got - more).abs() <= more / 10) & more.isfinite()
-    if 2 * off.sum() > (more != 0).sum():
+    lost = (got - more)[off].abs().sum() > more[more.isfinite()].sum() / 5
+    if lost or 2 * off.sum() > (more != 0).sum():
         total, got, more = (float(each[off].max()) for each in (output.abs(), got, more))
         what = f"a sum in {_short(output.dtype)} that has come to {total:g} takes up {got:.3g} for {more:.3g}"
         cost = "What is added is rounded away, as in a metric or a running loss: sum in float32, count in integers."
@@ -1304,6 +1365,11 @@ def _headroom(size):
     return math.log2(LARGEST) - math.log2(size) if size > 0 else math.inf if size == 0 else math.nan
 
 
+def _usual_norm(weight, count):
+    """That of so many of a matrix's numbers at PyTorch's start; 0 for others, as a bias or an embedding."""
+    return math.sqrt(count / 3 / weight.shape[-1]) if weight.dim() == 2 else 0.0
+
+
 HEADROOMS = ("output", "gradient", "weight gradient")
 SHARES = "% zero", "% 0 in fp16", "update/weight", "% updates lost", "% sums lost"
 
@@ -1313,7 +1379,7 @@ def _copies(model):
     Each as pairs of a copy and its weight, and a sample of the copies."""
     things, near = gc.get_objects(), []  # there may be a million: they are sorted out in C
     tensors = [*compress(things, map((torch.Tensor, nn.Parameter).__contains__, map(type, things)))]
-    low = [each for each in tensors if each.dtype in SIXTEEN and not each.requires_grad]
+    low = [each for each in tensors if each.dtype in SIXTEEN and each.is_leaf]
     own = {_local(each).untyped_storage().data_ptr() for each in (*model.parameters(), *model.buffers())}
     low = [each for each in low if each.layout is torch.strided and each.untyped_storage().data_ptr() not in {0, *own}]
     for weight in [each for each in _trained(model).values() if type(each) is nn.Parameter]:
@@ -1322,6 +1388,27 @@ def _copies(model):
         near.append([(each, weight) for each in same if (_sample(each) - sample).norm() < sample.norm() / 2])
     found = zip(*filter(None, near))
     return [(pairs, torch.cat([_sample(each) for each, _ in pairs])) for pairs in found]
+
+
+def _harmless(method):
+    """An error of a watch's own ends the watch, not the run."""
+
+    @functools.wraps(method)
+    def guarded(self, *args, **kwargs):
+        if not self.seen.hooks.undo:
+            return None
+        try:
+            return method(self, *args, **kwargs)
+        except NonFinite:
+            raise
+        except Exception as error:
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            words = f"watch stopped: {type(error).__name__}: {error} (in {frame.name}, line {frame.lineno})"
+            self.seen.tell(note(words, "", "The run goes on. It is no fault of the run's: please report it."))
+            self.seen.hooks.detach()
+            warnings.warn(words, RuntimeWarning, stacklevel=2)
+
+    return guarded
 
 
 class _Looks:
@@ -1333,8 +1420,9 @@ class _Looks:
         self.on = False  # until the pass's backward
         self.due = self.sums_due = False  # until an update, or a sum over passes, was looked at
         self.before = []  # weights before a step: name, weight, sample, where its gradient is not 0
+        self.longest = {}  # that Adam takes, by id of a weight
         self.dtypes, self.cut, self.missing = {}, set(), None  # of outputs; modules and weights without a gradient
-        self.copies = []  # as `_copies` finds them
+        self.copies, self.bases = [], []  # as `_copies` finds them; what adapters are merged into, and a sample
 
     def begin(self, number):
         self.keep()
@@ -1356,6 +1444,7 @@ class _Looks:
         elif not torch.is_grad_enabled() and any(weight.requires_grad for weight in module.parameters(recurse=False)):
             self.cut.add(name)
 
+    @_harmless
     def _gradient(self, name, gradient):
         if self.on and gradient.numel():
             self._size(name, "gradient", gradient)
@@ -1410,6 +1499,7 @@ class _Looks:
             weights = [(name, weight) for name, weight in weights if _local(weight).numel()]  # not an empty shard
             weights.sort(key=lambda pair: pair[1].numel())  # of a module's weights the largest is kept
             self.before = [(name, weight, _sample(weight), _sample(weight.grad) != 0) for name, weight in weights]
+            self.longest = _longest_steps([optimizer])
             held = set(map(id, _held([optimizer])))  # another's weights have gradients at another time
             missing = {name for name, each in self.seen.trained.items() if id(each) in held} - found.keys()
             self.missing = missing if self.missing is None else self.missing & missing
@@ -1420,8 +1510,10 @@ class _Looks:
         for name, weight, old, moving in self.before:
             update = _sample(weight) - old
             self.now[_module_of(name), "% updates lost"] = _percent(update == 0, moving)
-            ratio = update.norm() / old.norm()  # not finite where it starts at 0
-            self.now[_module_of(name), "update/weight"] = torch.where(moving.any(), ratio, math.nan)
+            ratio, starts = update.norm() / old.norm(), old.norm() < 0.02 * _usual_norm(weight, len(old))
+            self.now[_module_of(name), "update/weight"] = torch.where(moving.any() & ~starts, ratio, math.nan)
+            if longest := self.longest.get(id(weight)):
+                self.now[_module_of(name), "step/longest"] = (update.abs() - 0.1 * old.abs()).max() / longest
             moved.append(update.abs().max() - 1 * ~moving.any())  # below 0 without a gradient
         if moved:
             self.now["", "moved"] = _together(moved, self.seen.device).max()
@@ -1436,11 +1528,19 @@ class _Looks:
             self.now["", f"% copy {place} stands"] = _percent(new == old, far) * moves
             self.copies[place] = (pairs, new)
 
+    def _look_at_bases(self):
+        """Of frozen 16-bit weights with adapters: the percentage that has changed since the last look."""
+        for place, (base, old) in enumerate(self.bases):
+            new = _sample(base)
+            self.now["", f"% base {place} changed"] = _percent(new != old, torch.ones_like(new, dtype=torch.bool))
+            self.bases[place] = (base, new)
+
     def keep(self):
         """The look becomes a record. Beyond RECORDS, every second one goes."""
         self.read_updates()
         if self.now:
             self._look_at_copies()
+            self._look_at_bases()
             labels = tuple(self.now)
             labels = self.records[-1][1] if self.records and self.records[-1][1] == labels else labels
             values = _together(self.now.values(), self.seen.device).cpu()
@@ -1494,7 +1594,7 @@ class watch:
     """
 
     def __init__(self, model, optimizer=None, scaler=None, every=100, save="not_finite.pt", warn=False, patience=20):
-        self.model, self.optimizers, self.scaler = model, _list(optimizer), scaler
+        self.model, self.optimizers, self.scaler = _compiled(model), _list(optimizer), scaler
         self.every, self.save, self.warn, self.patience = every, save, warn, patience
         self.plain, self.device = _plain(model), _device(model)
         self.at_once = self.device.type == "cpu" or every == 1  # read each pass: a replay finds module and op
@@ -1507,7 +1607,7 @@ class watch:
         self.told, self.hidden, self.coarse, self.zero = {}, {}, {}, None  # Findings, and Origins that later ops hide
         self.problem = self.error = self.why = None  # a NonFinite, another error, the Origin of skipped steps
         self.flat, self.ends = "", False  # what makes a loss 0 whatever the model gives; whether this pass is the last
-        self.warned, self.first_loss = False, 0
+        self.warned, self.first_loss, self.own_scale = False, 0, 0
         self.calls, self.looks, self.hooks, self.between = _Calls(self), _Looks(self), _Hooks(self), _Between(self)
 
     def __exit__(self, kind, error, trace):
@@ -1521,7 +1621,7 @@ class watch:
         self.trained = {name: weight for name, weight in _trained(self.plain).items() if weight.numel()}
         self.first_norms = _norms(self.trained.values())
         self.looks.copies = _copies(self.plain)
-        self.bases = [(matrix, _sample(matrix)) for _, matrix, _ in _adapters(self.plain)]
+        self.looks.bases = [(matrix, _sample(matrix)) for _, matrix, _ in _adapters(self.plain)]
         self.tell(*_moments(*self.run), *_resumed(*self.run))
         self.hooks.attach()
         return self
@@ -1620,7 +1720,8 @@ class watch:
             words += f" Saved for `replay`: {path}."
         elif not intact:
             words += " The weights have changed since: go on from a checkpoint with every=1 to have the pass saved."
-        known = [each.what for each in self.told.values() if each.severity == "certain"]
+        self.looks.keep()
+        known = [each.what for each in [*self.told.values(), *_long_steps(self)] if each.severity == "certain"]
         words = f"{'; '.join(known)}. Then, {words}" if known else words
         case = _case_of(origin)
         self.problem = NonFinite(words + (f" See the clinic: {case}." if case else ""), origin, path, case)
@@ -1789,6 +1890,7 @@ class _Hooks:
             yield number, step, labels, values[: len(labels)]
             values = values[len(labels) :]
 
+    @_harmless
     def _begin(self, name, module, args, kwargs):
         """Before the model's forward."""
         if self.is_off():
@@ -1815,6 +1917,7 @@ class _Hooks:
             self._see_outputs()
             seen.tell(*_cast_by_fsdp(module, args, kwargs))
 
+    @_harmless
     def _output(self, name, module, args, output):
         """After the forward of a part of the model."""
         if self.is_off() or not (self.inside or torch.is_grad_enabled()):
@@ -1824,6 +1927,7 @@ class _Hooks:
             if self.seen.looks.on and each.numel():
                 self.seen.looks.output(name, module, each)
 
+    @_harmless
     def _end(self, module, args, output):
         """After the model's forward."""
         if self.is_off():
@@ -1837,6 +1941,8 @@ class _Hooks:
             self.evaluation = self.evaluation + sum(sums) * 0
             for each in [_local(each).abs().amax().float() for each in outputs if each.dtype == FP16 and each.numel()]:
                 self.evaluated = torch.maximum(self.evaluated, each)
+            then = _dtype_within(self.seen.saved["autocast"], self.seen.plain)
+            self.seen.between.given.update(dict.fromkeys(outputs, then))
             self.seen.between.on(training=False)
             return
         self.forward_seen = True
@@ -1850,6 +1956,7 @@ class _Hooks:
             self.labels, self.values = [], []
         self.seen.between.on(training=True)
 
+    @_harmless
     def _incoming(self, saved, place, gradient):
         """The gradient of the model's output."""
         self._note("incoming", "", _norms([gradient], self.order))
@@ -1860,6 +1967,14 @@ class _Hooks:
         """Stands in for torch.autograd.backward."""
         if self.is_off() or (self.forward_seen and not self.labels):
             return original(tensors, *args, **kwargs)
+        self._before_backward(tensors)
+        # What is recomputed for checkpointing does not count.
+        with self.seen.looks.around_backward(self.stepped), self.quiet():
+            original(tensors, *args, **kwargs)
+        self._after_backward()
+
+    @_harmless
+    def _before_backward(self, tensors):
         seen = self.seen
         seen.between.off()
         seen.saved = seen.saved or {"gradients": {}}
@@ -1867,6 +1982,7 @@ class _Hooks:
         loss = tensors if isinstance(tensors, torch.Tensor) else next(iter(tensors))
         if loss.numel() == 1:
             seen.loss = _Loss(loss, seen.at_once)
+            seen.own_scale = seen.own_scale or _own_scale(loss)
             raw = [node.metadata["loss"] for node in seen.loss.region if "loss" in node.metadata]  # not scaled
             seen.calls.not_scaled += _is_on(seen.scaler) and not raw
             seen.tell(*(_own_backwards(seen, seen.loss.region) if seen.looks.on else ()))
@@ -1879,15 +1995,12 @@ class _Hooks:
             elif seen.at_once and value.item() == 0 and (origin := seen.loss.origin()):
                 seen.flat = origin.words
         seen.calls.before_backward(seen.loss.region if seen.loss else [])
-        # What is recomputed for checkpointing does not count.
-        with seen.looks.around_backward(self.stepped), self.quiet():
-            original(tensors, *args, **kwargs)
-        seen.calls.after_backward(seen.loss.region if seen.loss else [])
-        self.stepped = False
-        self._after_backward()
 
+    @_harmless
     def _after_backward(self):
         seen, found = self.seen, _gradients(self.seen.weights)
+        seen.calls.after_backward(seen.loss.region if seen.loss else [])
+        self.stepped = False
         norms = _norms(found.values(), self.order)
         self.labels += [("gradient", name) for name in found]
         self.values += norms
@@ -1912,6 +2025,7 @@ class _Hooks:
             self.seen.tell(*_moments(None, [optimizer], None), *_resumed(None, [optimizer], self.seen.scaler))
         return True
 
+    @_harmless
     def _before_step(self, optimizer, *_):
         self.seen.between.off()
         if self._holds(optimizer):
@@ -1919,6 +2033,7 @@ class _Hooks:
             self.seen.calls.before_step(optimizer)
             self.seen.looks.before_step(optimizer)
 
+    @_harmless
     def _after_step(self, optimizer, *_):
         if self._holds(optimizer):
             self.seen.steps += optimizer is self.seen.optimizers[0]
@@ -2284,7 +2399,10 @@ def _cast(seen):
     if seen.cast == BF16 and scaled:
         cost = "bf16 has float32's range and needs no scale: it doubles until float32 overflows. Remove the scaler."
         yield likely("bf16 autocast with a GradScaler", "", cost, "Loss scale grows without end in bf16")
-    if seen.cast == FP16 and not scaled:
+    if seen.cast == FP16 and seen.own_scale and not scaled:
+        cost = "An inf in the gradients skips no step, and the scale does not adapt: a GradScaler does both."
+        yield note(f"the loop multiplies its loss by {seen.own_scale:,g} itself", "", cost)
+    elif seen.cast == FP16 and not scaled:
         cost = "Small gradients become 0 in the backward. Add a GradScaler, or use bf16."
         yield likely(f"fp16 autocast without a GradScaler{': it is disabled' if seen.scaler else ''}", "", cost)
     if scaled and fp32 and not seen.problem:
@@ -2333,7 +2451,7 @@ def _norms_seen(seen):
         else:
             yield (certain if to_a_limit else likely)(what, "", cost, "Loss hardly falls with clipping")
     at_step = (step / made).dropna()
-    if not _is_on(seen.scaler) and len(at_step) > 1 and 0 < at_step.max() < 1e-3:
+    if not (_is_on(seen.scaler) or seen.own_scale) and len(at_step) > 1 and 0 < at_step.max() < 1e-3:
         sizes = f"{made.median():,.0f} to {step.median():.3g}"
         cost = "Only their direction is left. Some part of the loss is far larger than the rest: print its parts."
         yield likely(f"clipping takes the norm of the gradients from {sizes}, in every look", "", cost)
@@ -2353,6 +2471,17 @@ def _norms_seen(seen):
         what = f"a copy of the weights in 16 bits, as an average: {stands:.0f}% of it stand still between looks"
         cost = "Of its numbers more than 6% from the weight. Its small steps are rounded away: keep it in FP32."
         yield certain(what, "", cost)
+
+
+def _long_steps(seen):
+    """Steps that Adam cannot take."""
+    rows = seen.looks.rows()
+    rows = rows[(rows.what == "step/longest") & (rows.value > 3)]
+    if len(rows):
+        worst = rows.loc[rows.value.idxmax()]
+        what = f"a step moves a number {worst.value:,.0f} times as far as Adam can with right moments"
+        cost = "Its second moment is 0, or far too small, where the first is not, as in 8 or 16 bits: keep it in FP32."
+        yield (certain if worst.value > 10 else likely)(what, worst.module, cost)
 
 
 def _rounded(seen):
@@ -2409,13 +2538,14 @@ def _left_out(seen):
 
 def _merges(seen):
     """Adapters that were, or would be, merged into weights of 16 bits."""
-    share = max([float((_sample(matrix) != before).float().mean()) for matrix, before in seen.bases], default=0)
-    if 0 < share < 0.5:
-        cost = "The rest of the update is below half a step of the base, and lost: merge into a float32 copy."
-        yield likely(
-            f"adapters were merged into weights of 16 bits, and {share:.0%} of their numbers changed", "", cost
-        )
-    elif not share:
+    rows = seen.looks.rows()
+    shares = [*rows[rows.what.str.match("% base")].value]
+    shares += [100 * float((_sample(base) != old).float().mean()) for base, old in seen.looks.bases]
+    changed = [share for share in shares if share]
+    if changed and (share := min(changed)) < 75:
+        what = f"adapters were merged into weights of 16 bits, and {share:.0f}% of their numbers changed"
+        yield likely(what, "", "The rest of the update is below half a step of the base: merge into a float32 copy.")
+    elif not changed:
         yield from _merged(*seen.run)
 
 
@@ -2449,7 +2579,7 @@ def _for_evaluation(seen):
 
 
 SPOILS, MAY = (functools.partial(_settings, severity=severity) for severity in ("certain", "likely"))
-JUDGES = [SPOILS, _stopped, _no_gradient, _skipped, _norms_seen, _hidden, _cast]
+JUDGES = [_long_steps, SPOILS, _stopped, _no_gradient, _skipped, _norms_seen, _hidden, _cast]
 JUDGES += [_rounded, MAY, _too_large, _merges, _left_out, _for_evaluation, _unseen]
 
 

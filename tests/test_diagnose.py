@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -1161,6 +1162,49 @@ def averaged(run, broken):
         run.average[name] = run.average.get(name, weight).to(dtype) * 0.999 + weight.to(dtype) * 0.001
 
 
+def confused(run, broken):
+    """A table of counts, added up by pairs of indices: most of what comes falls on one."""
+    run.loss().backward()
+    run.optimizer.step()
+    table = torch.zeros(3, 3, dtype=FP16 if broken else torch.float32)
+    with torch.no_grad():
+        for _ in range(3):
+            right = (0 * run.model(torch.rand(4000, 8)).argmax(1)).long()
+            right[:3] = torch.arange(3)
+            table.index_put_((right, right), torch.ones(4000, dtype=table.dtype), accumulate=True)
+
+
+def counted(run, broken):
+    """A count by class, `table[label] += 1`."""
+    run.loss().backward()
+    run.optimizer.step()
+    table = torch.zeros(3, dtype=BF16 if broken else torch.float32)
+    with torch.no_grad():
+        for _ in range(4):
+            right = (0 * run.model(torch.rand(100, 8)).argmax(1)).long()
+            for label in right:
+                table[label[None]] += 1
+
+
+def followed(run, broken):
+    """An average of the weights by lerp."""
+    run.loss().backward()
+    run.optimizer.step()
+    for name, weight in run.model.state_dict().items():
+        average = run.average.get(name, weight).to(BF16 if broken else torch.float32)
+        run.average[name] = torch.lerp(average, weight.to(average.dtype), 1e-3)
+
+
+def rolled_out(run, broken):
+    """A ratio of outputs to those of a pass without gradients, in bf16 if it is broken."""
+    batch = torch.rand(4, 8)
+    with torch.no_grad(), torch.autocast("cpu", BF16, enabled=broken):
+        before = run.model(batch).float()
+    run.optimizer.zero_grad()
+    squares(run.model(batch) - before + 1).backward()
+    run.optimizer.step()
+
+
 def divided_by_hand(run, broken):
     run.mine.scale(run.loss()).backward()
     for weight in run.model.parameters() if broken else ():
@@ -1178,7 +1222,8 @@ def words(run, broken):
     run.optimizer.step()
 
 
-NOT_SCALED = [ratios, words, evaluated, by_class, averaged]  # the last three: fp16 without a scaler, which is told too
+IN_FP16 = [evaluated, by_class, averaged, confused, counted, followed]  # without a scaler, which is told too
+NOT_SCALED = [ratios, words, rolled_out, *IN_FP16]
 
 
 @pytest.mark.parametrize(
@@ -1190,7 +1235,11 @@ NOT_SCALED = [ratios, words, evaluated, by_class, averaged]  # the last three: f
         (own_module, "gradients that stay the same when the loss is doubled", "certain"),
         (evaluated, "a sum in bfloat16 that has come to 256 takes up 0 for ", "certain"),
         (by_class, "a sum in float16 that has come to 2048 takes up 0 for 50", "certain"),
+        (confused, "a sum in float16 that has come to 2048 takes up 0 for 4e+03", "certain"),
+        (counted, "a sum in bfloat16 that has come to 256 takes up 0 for 1", "certain"),
         (averaged, "a factor of 0.999 in bfloat16", "likely"),
+        (followed, "a factor of 0.001 in bfloat16", "likely"),
+        (rolled_out, "sub of outputs in float32 and of the model's in bfloat16", "likely"),
         (divided_by_hand, "between backward and unscale_", "certain"),
         (words, "whole numbers that went through bfloat16: above 256 neighbours fell together", "likely"),
     ],
@@ -1205,7 +1254,106 @@ def test_a_broken_run_and_its_sound_twin(step, said, severity):
                 step(run, broken)
         assert not broken or found(seen, said, severity) is not None
         assert broken or not seen.findings.what.str.contains(said, regex=False).any()
-        assert broken or step in NOT_SCALED[2:] or not worst(seen.report), seen
+        assert broken or step in IN_FP16 or not worst(seen.report), seen
+
+
+class Adam8(torch.optim.Optimizer):
+    """Adam whose second moment is rounded to whole parts of its largest, as one that is kept in so many bits."""
+
+    def __init__(self, parameters, bits):
+        super().__init__(parameters, {"lr": 1e-3, "betas": (0.9, 0.999)})
+        self.levels = 2**bits - 1
+
+    @torch.no_grad()
+    def step(self):
+        for weight in self.param_groups[0]["params"]:
+            state = self.state[weight]
+            first = state.get("first", 0) * 0.9 + 0.1 * weight.grad
+            second = state.get("second", 0) * 0.999 + 0.001 * weight.grad**2
+            size = second.max() / self.levels
+            state["first"], state["second"] = first, (second / size).round() * size
+            taken = state["taken"] = state.get("taken", 0) + 1
+            root = (state["second"] / (1 - 0.999**taken)).sqrt() + 1e-8
+            weight -= 1e-3 * first / (1 - 0.9**taken) / root
+
+
+def test_steps_that_adam_cannot_take():
+    for bits in (8, 40):
+        model = network()
+        optimizer = Adam8(model.parameters(), bits)
+        with suppress(NonFinite), watch(model, optimizer, every=2, save=None) as seen:
+            train(model, optimizer, factors=[1.0] * 10)
+        assert seen.report.verdict.startswith("Verdict, certain: a step moves a number") == (bits == 8), seen
+
+
+def test_a_head_that_starts_near_0_takes_no_wild_step():
+    model = network()
+    with torch.no_grad():
+        model[2].weight.mul_(1e-6)
+    optimizer = torch.optim.AdamW(model[2].parameters(), lr=1e-3)
+    with watch(model[2:], optimizer, every=2, save=None) as seen:
+        for _ in range(10):
+            optimizer.zero_grad()
+            squares(model(torch.rand(4, 8)) - 1).backward()
+            optimizer.step()
+    assert not worst(seen.report), seen
+
+
+def test_masters_that_a_checkpoint_cast():
+    model = network().bfloat16()
+    states = with_kept(model).state_dict()
+    optimizer = sgd(model)
+    optimizer.load_state_dict(states)
+    assert says(model, "SGD's masters are in 16 bits", "certain", optimizer)["where"] == "master_param"
+
+
+def test_a_copy_that_is_only_evaluated_is_no_fault():
+    model = network().bfloat16()
+    says(model, "without FP32 masters", "likely")
+    says(model.eval(), "without FP32 masters", "note")
+
+
+def test_a_loop_that_scales_its_loss_itself():
+    model = network()
+    optimizer = sgd(model, lr=1e-4 / 1024)
+    with watch(model, optimizer, save=None) as seen:
+        train(model, optimizer, factors=[1.0] * 3, dtype=FP16, loss=lambda output: squares(output) * 1024)
+    found(seen, "the loop multiplies its loss by 1,024 itself", "note")
+    assert "without a GradScaler" not in " ".join(seen.findings.what)
+
+
+def test_gradients_that_autograd_grad_took_of_a_loss_that_was_not_scaled():
+    for scaled in (False, True):
+        model, mine = network(), scaler(init_scale=16.0)
+        optimizer = sgd(model)
+        with watch(model, optimizer, mine, save=None) as seen:
+            for _ in range(3):
+                loss = squares(model(torch.rand(4, 8)))
+                made = torch.autograd.grad(mine.scale(loss) if scaled else loss, [*model.parameters()])
+                for weight, gradient in zip(model.parameters(), made):
+                    weight.grad = gradient
+                mine.scale(torch.ones(()))
+                mine.step(optimizer)
+                mine.update()
+        assert ("scaler.scale has not seen" in str(seen)) != scaled, seen
+
+
+def test_the_compiled_model_is_found_from_the_plain_one():
+    model = network()
+    compiled = torch.compile(model, backend="eager")
+    optimizer = sgd(model)
+    with watch(model, optimizer, save=None) as seen:
+        train(compiled, optimizer, factors=[1.0] * 3)
+    assert "saw nothing of forward" not in str(seen) and seen.table().dtype[""] == "float32", seen
+
+
+def test_an_error_of_the_watch_ends_the_watch_and_not_the_run(monkeypatch):
+    model = network()
+    optimizer = sgd(model)
+    monkeypatch.setattr(diagnose._Looks, "output", lambda *_: 1 / 0)
+    with pytest.warns(RuntimeWarning, match="watch stopped: ZeroDivisionError"), watch(model, optimizer) as seen:
+        train(model, optimizer, factors=[1.0] * 3)
+    found(seen, "watch stopped: ZeroDivisionError: division by zero", "note")
 
 
 def stepped(steps=20):

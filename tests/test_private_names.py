@@ -31,6 +31,7 @@ NEEDED_BY = {
     "torch._amp_update_scale_": "check.next_state: GradScaler's own rule",
     "torch._foreach_norm": "diagnose: one kernel for all gradients",
     "torch._dynamo.config.fail_on_recompile_limit_hit": "notebook 08: no arm may run uncompiled, unseen",
+    "torch._dynamo.OptimizedModule": "diagnose: what torch.compile made of a model",
     "torch._dynamo.explain": "notebook 08: graph breaks, counted",
     "torch._functorch.config.backward_pass_autocast": "notebook 14: the dtypes of a compiled backward",
     "torch._subclasses.fake_tensor.FakeTensorMode": "autocast, footprint; notebooks 04, 06, 12: tensors without memory",
