@@ -443,7 +443,8 @@ def _moments(model, optimizers, scaler):
         if zero.float().mean() > 0.01:
             cost = "In fp16, as of a checkpoint, small squares are 0: such weights take huge steps. Keep it in FP32."
             yield certain(f"{type(one).__name__}'s second moment is 0, as in fp16, where the first is not", "", cost)
-    for key in ("exp_avg", "exp_avg_sq"):
+    averaged = all(group.get("betas", (0,))[0] > 0 for group in _groups(optimizers))  # else exp_avg is the gradient
+    for key in ("exp_avg", "exp_avg_sq") if averaged else ():
         kept = [state[key] for _, state in states[:64] if state[key].dtype == FP32 and _local(state[key]).numel() > 32]
         formats = set(map(_went_through, kept))
         if len(formats) == 1 and (dtype := formats.pop()):
@@ -510,6 +511,13 @@ def _modules(model, optimizers, scaler):
     eps = {name: getattr(part, "eps", None) or 1 for name, part in fp16.items()}
     if eps := [f"{name}.eps = {value:g}" for name, value in eps.items() if value <= ZERO]:
         yield likely("an eps that is 0 in fp16", eps, "It guards no division.", "Normalized vectors are NaN in fp16")
+    low = [(name, each) for name, each in [*model.named_parameters(), *model.named_buffers()] if each.dtype in SIXTEEN]
+    for name, each in low:
+        values = _sample(each).unique() if each.dim() == 1 and "norm" not in name else []
+        if 1 < len(values) < each.numel() / 2 and values[0] > 0.9 and values[-1] <= 1:
+            ends, dtype = f"{values[0]:.5g} to {values[-1]:.5g}", _short(each.dtype)
+            what = f"{each.numel()} numbers, {ends}, are {len(values)} different ones in {dtype}"
+            yield likely(what, name, "As decays they are coarse, and 1 forgets nothing. Keep them in float32.")
     buffers = [name for name, buffer in model.named_buffers() if buffer.dtype in SIXTEEN]
     if places := [name for name in buffers if re.search("inv_freq|position|rotary|freqs", name)]:
         cost = "bf16 counts to 256 and fp16 to 2048 in steps of 1: later positions fall together."
@@ -755,11 +763,22 @@ class _Wide:
             if each.dtype in SIXTEEN and not source:
                 source = f"{'cast' if op == '_to_copy' else op} to {_short(each.dtype)} in {module or 'the model'}"
             self.right[each] = wide, off, source
+            if place == 0 and op in ("addmm", "convolution", "add") and each.dtype in SIXTEEN and each.numel() > 31:
+                self.far += _offset(module, op, each.dtype, wide)
             first = place == 0 and not self.far  # others are what a norm saves, as a mean near 0
             if first and 0.1 < off < math.inf and before < 0.03 and each.numel() > 1 and op != "_to_copy":
                 what = f"{op} gives numbers that are {off:.0%} off float32's, of operands that are {before:.1%} off"
                 cost = f"16 bits are too coarse for what it is given; they came in by {source}. Compute it in float32."
                 self.far.append(likely(what, module, cost))
+
+
+def _offset(module, op, dtype, right):
+    """Numbers whose digits an offset takes away."""
+    spread, size = float(right.std()), float(right.abs().median())
+    if 1 < size < LARGEST and 1e-6 * size < spread < _spacing(size, dtype):
+        apart = f"where {_short(dtype)}'s neighbours are {_spacing(size, dtype):g} apart"
+        what = f"{op} gives numbers near {size:,.4g} that differ by {spread:.2g}, {apart}"
+        yield likely(what, module, "Add the offset in float32, to the result.")
 
 
 class _Ops(TorchDispatchMode):
@@ -1239,9 +1258,16 @@ class _Between(TorchDispatchMode):
         kwargs, op, first = kwargs or {}, func.overloadpacket.__name__, args[0] if args else None
         adds = op in ADDS and first.dtype in SIXTEEN and not first.requires_grad and first.numel() <= SAMPLE
         before, known = (first.float(), first in self.sums) if adds else (None, False)
+        fp16 = any(each.dtype == FP16 for each in _tensors((args, kwargs)))
+        given = _mapped(torch.clone, args) if fp16 and func._schema.is_mutable else args
         output, found = func(*args, **kwargs), []
         with suppress(Exception):  # as of complex numbers
-            found += [*_compared(op, args), *_decays(op, args), *self._other_precision(op, args, output)]
+            if fp16 and (origin := _made("loss", "", op, func, given, kwargs, output)) and origin.kind == "inf":
+                words = origin.words.replace("in the loss", "between the model's passes")
+                found += [likely(words, "", "Compute it in float32.")] if origin.why == "format" else []
+            own = any(each in self.given for each in _tensors(args))  # in the precision that the model computes in
+            found += [] if own else _compared(op, args)
+            found += [*_decays(op, args), *self._other_precision(op, args, output)]
             if op in PARTS and first in self.sums:
                 self.sums[output] = True
             if op.startswith(("nll_loss", "gather", "index", "embedding", "scatter")):
@@ -1250,12 +1276,13 @@ class _Between(TorchDispatchMode):
                 right = _in_float32(func, (before.clone(), *args[1:]), kwargs, before.device)
                 found += _added(before, right[0], output) if known else []
                 self.sums[output] = True
-        self.seen.coarse |= {each.what.partition(" that ")[0]: each for each in found}
+        self.seen.coarse |= {re.split(" that | of ", each.what)[0]: each for each in found}
         return output
 
     def _other_precision(self, op, args, output):
         """Outputs without gradients, as of a rollout, beside those of a pass in another precision."""
-        if then := next((self.given[each] for each in _tensors(args) if each in self.given), None):
+        then = next((self.given[each] for each in _tensors(args) if each in self.given), None)
+        if then and not (op == "_to_copy" and output.dtype in SIXTEEN):  # else it is stored
             self.given.update({each: then for each in _tensors(output) if not each.requires_grad})
         pair = _tensors(args[:2]) if op in ("sub", "div") else []
         old = [each for each in pair if each in self.given and not each.requires_grad]
@@ -1320,7 +1347,7 @@ def _rounded_numbers(value, where):
 
 def _growth(seen):
     """How loss, gradients and weights grew over the last passes, in words; "" if they did not."""
-    passes, found = pd.DataFrame([*seen.trend], columns=["loss", "norm", "largest", "rate"]), []
+    passes, found = pd.DataFrame([*seen.trend], columns=["step", "loss", "norm", "largest", "rate"]), []
     for what, key, far in (("the loss", "loss", 30), ("the norm of the gradients", "norm", 1000)):
         finite = passes[passes[key].abs() < math.inf]
         series, wide = finite[key].abs(), 3 if len(finite) > 7 else 1
@@ -1347,7 +1374,9 @@ def _growth(seen):
 
 def _undone(seen):
     """A loss that fell and came back to where it was, in words; "" else, as of the noise of one that is nearly 0."""
-    smooth = pd.Series([loss for loss, *_ in seen.trend]).rolling(5).median().dropna()
+    # Of a step's passes the last: others may be another network's, as a GAN has two.
+    losses = {step or -place: loss for place, (step, loss, *_) in enumerate(seen.trend)}
+    smooth = pd.Series([*losses.values()]).rolling(5).median().dropna()
     first, least, last = (smooth.iloc[0], smooth.min(), smooth.iloc[-1]) if len(smooth) > 19 else (0, 0, 0)
     if not 0 < least < 0.7 * first or last < 0.9 * first or first < seen.first_loss / 100:
         return ""
@@ -1487,9 +1516,8 @@ class _Looks:
         self.on = False
 
     def note_norm(self, what):
-        if self.due:
-            norms = _norms(_gradients(self.seen.trained).values())
-            self.now["", what] = _together(norms, self.seen.device).norm()
+        if self.due and (found := _gradients(self.seen.trained)):  # masters may have taken them
+            self.now["", what] = _together(_norms(found.values()), self.seen.device).norm()
 
     def before_step(self, optimizer):
         if self.due and not self.before:
@@ -1506,7 +1534,10 @@ class _Looks:
 
     def read_updates(self):
         """What the last step did to the weights."""
-        moved = []
+        moved, wide = [], [old for _, weight, old, _ in self.before if weight.dtype == FP32]
+        for dtype in (BF16, FP16) if wide else ():  # which numbers a cast to 16 bits would not change
+            same = torch.cat([old.to(dtype).float() == old for old in wide])
+            self.now["", f"% weights of {_short(dtype)}"] = 100 * same.float().mean()
         for name, weight, old, moving in self.before:
             update = _sample(weight) - old
             self.now[_module_of(name), "% updates lost"] = _percent(update == 0, moving)
@@ -1604,6 +1635,7 @@ class watch:
         self.trend, self.scale, self.cast = deque(maxlen=256), math.nan, None  # of the last passes
         self.streak, self.last_bad, self.bad_pass = 0, -1, -1  # bad gradients: steps in a row, the last step and pass
         self.saved = self.good = self.loss = None  # the last pass, the last good one, the last `_Loss`
+        self.earlier = []  # the forwards of this pass before the last
         self.told, self.hidden, self.coarse, self.zero = {}, {}, {}, None  # Findings, and Origins that later ops hide
         self.problem = self.error = self.why = None  # a NonFinite, another error, the Origin of skipped steps
         self.flat, self.ends = "", False  # what makes a loss 0 whatever the model gives; whether this pass is the last
@@ -1675,11 +1707,11 @@ class watch:
             name = next(name for kind, name in labels if kind == "scale")  # two networks may have a scaler each
             self.skipped += scale[0] < self.scales.get(name, math.nan)
             self.scale = self.scales[name] = scale[0]
-        if loss:
+        if loss and (of("incoming") or not of("root")):  # else it is another network's, as a GAN has two
             largest = labels[values.index(max(gradients))][1] if gradients else ""
             rate = next((float(group.get("lr", 0)) for group in _groups(self.optimizers)), 0)
             self.first_loss = self.first_loss or abs(loss[0])
-            self.trend.append((loss[0], math.hypot(*gradients) / (sum(scale) or 1), largest, rate))
+            self.trend.append((step, loss[0], math.hypot(*gradients) / (sum(scale) or 1), largest, rate))
         finite = all(map(math.isfinite, of("incoming") + gradients))
         if not finite and intact:  # perhaps only the squares in a norm are not
             finite = not _kinds(_gradients(self.weights).values())
@@ -1901,6 +1933,7 @@ class _Hooks:
         self.inside, self.began = True, len(self.values)
         cast = {"device_type": kind, "enabled": torch.is_autocast_enabled(kind)}
         cast["dtype"] = torch.get_autocast_dtype(kind)
+        seen.earlier = [*seen.earlier, seen.saved][-3:] if self.values and "batch" in (seen.saved or {}) else []
         random = [torch.get_rng_state(), *(torch.cuda.get_rng_state(gpu) for gpu in _gpus(seen.device))]
         seen.saved = {"module": name, "batch": (args, kwargs), "random": random, "autocast": cast, "gradients": {}}
         seen.saved |= {"backward in autocast": False, "training": seen.model.training, "usual": []}
@@ -2262,6 +2295,10 @@ def _inspect(seen):
             doubled = _again(seen.model, saved, nullcontext(), times=2)
     except Exception:  # some passes cannot be done again: then this look is left out
         return
+    for other in seen.earlier:
+        with suppress(Exception), seen.hooks.quiet():
+            ops.phase = "forward"
+            _again(seen.model, other | {"gradients": {}}, ops)
     for each in ops.made:
         if each.phase == "forward" and each.why == "format" and each.kind != "-inf":
             seen.hidden.setdefault((each.module, each.op), each)
@@ -2466,6 +2503,13 @@ def _norms_seen(seen):
         rates = [float(group.get("lr", 1)) for group in _groups(seen.optimizers)]
         cost = "Rounding takes the updates, or the optimizer holds others." if any(rates) else "The learning rate is 0."
         yield certain("steps that move none of the weights", "", cost)
+    for what in [what for what in numbers if "% weights of" in what]:  # bfloat16's may be float16's too
+        late = get(what)[(moved.cummax() > 0).shift(fill_value=False).reindex(get(what).index, fill_value=False)]
+        if (late > 99).any():
+            words = f"float32 weights whose numbers are all {what.split()[-1]}'s, in pass {(late > 99).idxmax():,}"
+            cost = "They went there and back since the last step, as for a checkpoint: updates are lost. Cast a copy."
+            yield certain(words, "", cost)
+            break
     stands = max([each.iloc[-1] for what, each in numbers.items() if what.endswith("stands")], default=0)
     if stands > 30:
         what = f"a copy of the weights in 16 bits, as an average: {stands:.0f}% of it stand still between looks"
@@ -2565,7 +2609,7 @@ def _unseen(seen):
 
 def _nothing(seen):
     """What to say of a loss that does not fall where nothing is found."""
-    losses = [loss for loss, *_ in seen.trend]
+    losses = [loss for _, loss, *_ in seen.trend]
     first, last = (sorted(part)[len(part) // 2] for part in (losses[:10], losses[-10:])) if losses else (0, 0)
     if len(losses) < 30 or not 0 < first < 1.002 * last < math.inf:
         return []

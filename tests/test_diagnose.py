@@ -1338,6 +1338,99 @@ def test_gradients_that_autograd_grad_took_of_a_loss_that_was_not_scaled():
         assert ("scaler.scale has not seen" in str(seen)) != scaled, seen
 
 
+def through_16_bits(model, dtype):
+    """What a loop does that stores its weights in 16 bits, and forgets to cast a copy."""
+    for weight in model.parameters():
+        weight.data = weight.data.to(dtype).float()
+
+
+def test_weights_that_go_through_16_bits_while_they_train():
+    for dtype in (BF16, FP16, None):
+        model = network()
+        through_16_bits(model, BF16)  # as of a checkpoint: they start so, which is no fault
+        optimizer = sgd(model)
+        with watch(model, optimizer, every=2, save=None) as seen:
+            for _ in range(8):
+                train(model, optimizer)
+                through_16_bits(model, dtype) if dtype else None
+        said = "float32 weights whose numbers are all "
+        assert (said + str(dtype).removeprefix("torch.") in str(seen)) == (dtype is not None), seen
+        assert dtype or not worst(seen.report), seen
+
+
+def test_an_inf_between_the_passes():
+    """Areas of boxes, in the dtype of the outputs, as a detector assigns its targets."""
+    for dtype in (FP16, torch.float32):
+        model = network()
+        optimizer, boxes = sgd(model), torch.full((4, 2), 400.0)
+        with watch(model, optimizer, save=None) as seen:
+            for _ in range(3):
+                output = model(torch.rand(4, 8))
+                sides = boxes.to(dtype)
+                targets = (sides[:, 0] * sides[:, 1] < 200_000).float()
+                optimizer.zero_grad()
+                squares(output - targets[:, None]).backward()
+                optimizer.step()
+        assert ("between the model's passes: mul made inf (float16)" in str(seen)) == (dtype == FP16), seen
+
+
+def test_decays_that_16_bits_make_equal():
+    model = network()
+    model.decay = nn.Parameter(torch.linspace(0.99, 0.9995, 16))
+    assert not worst(audit(model))
+    report = audit(model.bfloat16(), sgd(model))
+    assert found(report, "16 numbers, 0.98828 to 1, are 4 different ones in bfloat16", "likely")["where"] == "decay"
+
+
+def test_an_offset_that_takes_the_digits():
+    for offset in (-1036.0, 0.0):
+        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+        nn.init.constant_(model[2].bias, offset)
+        optimizer = sgd(model, lr=1e-5)
+        with watch(model, optimizer, save=None) as seen:
+            for _ in range(3):
+                optimizer.zero_grad()
+                with torch.autocast("cpu", BF16):
+                    output = model(torch.rand(64, 8))
+                squares(output.float() - offset).backward()
+                optimizer.step()
+        assert ("addmm gives numbers near 1,036 that differ by" in str(seen)) == (offset != 0), seen
+
+
+def test_all_forwards_of_a_pass_are_looked_at():
+    class Waves(nn.Linear):
+        def forward(self, times):
+            return super().forward(times).sin()
+
+    model = Waves(1, 8)
+    optimizer = sgd(model, lr=1e-6)
+    nn.init.constant_(model.weight, 3.0)
+    with watch(model, optimizer, save=None) as seen:
+        for _ in range(3):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", BF16):
+                made = model(60 * torch.rand(16, 1)).float().mean() + model(torch.zeros(1, 1)).float().mean()
+            made.backward()
+            optimizer.step()
+    assert "sin of bfloat16 up to 1" in str(seen), seen
+
+
+def test_masters_that_take_the_gradients_away():
+    model = network().bfloat16()
+    masters = [weight.detach().float() for weight in model.parameters()]
+    optimizer = torch.optim.Adam(masters, lr=1e-3)
+    with watch(model, optimizer, save=None) as seen:
+        for _ in range(3):
+            squares(model(torch.rand(4, 8, dtype=BF16))).backward()
+            for master, weight in zip(masters, model.parameters()):
+                master.grad, weight.grad = weight.grad.float(), None
+            optimizer.step()
+            with torch.no_grad():
+                for master, weight in zip(masters, model.parameters()):
+                    weight.copy_(master)
+    assert not worst(seen.report), seen
+
+
 def test_the_compiled_model_is_found_from_the_plain_one():
     model = network()
     compiled = torch.compile(model, backend="eager")
