@@ -2464,8 +2464,10 @@ def _no_gradient(seen):
         yield likely(what, _whole(seen.plain, ran), f"{cost}.")
     elif missing:
         yield note("weights that are not used", _whole(seen.plain, missing))
-    if seen.zero:  # which may be the end of a run that grew
-        wild = any(CALM in each.cost for each in _too_large(seen))
+    if seen.zero:  # which may be by an inf, or the end of a run that grew
+        infs = [each for each in seen.coarse.values() if "made inf" in each.what]
+        yield from infs
+        wild = infs or any(CALM in each.cost for each in _too_large(seen))
         yield seen.zero._replace(severity="note") if wild else seen.zero
 
 

@@ -1374,6 +1374,20 @@ def test_an_inf_between_the_passes():
         assert ("between the model's passes: mul made inf (float16)" in str(seen)) == (dtype == FP16), seen
 
 
+def test_a_gradient_of_0_is_blamed_on_the_inf_that_the_loss_divides_by():
+    model = network()
+    optimizer = sgd(model)
+    with watch(model, optimizer, save=None) as seen:
+        for _ in range(3):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", FP16):
+                made = 100 * model(torch.rand(600, 8)).sigmoid()
+                loss = 1 - made[0].float().sum() / made.sum(dtype=FP16)
+            loss.backward()
+            optimizer.step()
+    assert re.match("Verdict, likely: between the model's passes: .* made inf", seen.report.verdict), seen
+
+
 def test_decays_that_16_bits_make_equal():
     model = network()
     model.decay = nn.Parameter(torch.linspace(0.99, 0.9995, 16))
