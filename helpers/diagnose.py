@@ -583,7 +583,9 @@ def _switches(model, optimizers, scaler):
         yield likely("autocast is on around this call", "", cost, "Loss stays the same in every step")
     used = {weight.dtype for weight in model.parameters()} | {AUTOCAST.get(model)}
     slow = [_short(dtype) for dtype, there in _native(device).items() if dtype in used and not there]
-    sizes = {name: tuple(weight.shape[:2]) for name, weight in model.named_parameters() if weight.dim() > 1}
+    tables = {f"{name}.weight" for name, part in model.named_modules() if isinstance(part, nn.Embedding)}
+    weights = [(name, weight) for name, weight in model.named_parameters() if weight.dim() > 1 and name not in tables]
+    sizes = {name: tuple(weight.shape[:2]) for name, weight in weights}
     odd = [f"{name} {size}" for name, size in sizes.items() if 1 not in size and any(one % 8 for one in size)]
     words += f"; no {' or '.join(slow)} units ({device})" if slow else ""
     words += f"; not multiples of 8, which Tensor Cores want: {_some(odd, 2)}" if odd else ""
