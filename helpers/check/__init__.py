@@ -13,7 +13,7 @@ from helpers.check.fp16_bit_layout import decode_fp16, encode_fp16, limits
 from helpers.check.fp32_vs_amp_experiment import bf16_step, verdict
 from helpers.check.inference import importance_ratio, in_four_bits
 from helpers.check.language_models import moves, rotated, token_loss
-from helpers.check.library_integrations import in_torch, optimizer_steps, translate
+from helpers.check.library_integrations import in_torch, optimizer_steps, trained
 from helpers.check.loss_scaling import largest_scale, next_state
 from helpers.check.predict_memory_and_speed import batch_that_fits, best_time, kept_bytes
 from helpers.check.rounding_and_range import kahan_sum, rms, smallest_step
@@ -29,7 +29,7 @@ EXERCISES = {  # in the order of the notebooks
     "fp32 vs amp experiment": (verdict, bf16_step),
     "faster training": (to_float01, mean_loss, read_batch),
     "distributed amp": (shard, bytes_sent, mean_over_processes),
-    "library integrations": (in_torch, optimizer_steps, translate),
+    "library integrations": (in_torch, optimizer_steps, trained),
     "beyond fp16": (block_exponent, to_e5m2, tile_amax),
     "language models": (rotated, moves, token_loss),
     "inference": (in_four_bits, importance_ratio),

@@ -4,58 +4,59 @@ import math
 
 import torch
 
-from helpers.check.exercise import called, exercise
+from helpers.check.exercise import exercise
 
 
-def _translated(old, levels=True, cpu=True, use_amp=True):
-    """Today's flags for old ones, right or with a rule left out."""
-    new = dict(old)
-    half = (new.pop("use_amp", False) and use_amp) or new.get("precision") == 16
-    precision = {"O0": "32-true", "O3": "16-true"}.get(new.pop("amp_level", "O1") if levels else "O1", "16-mixed")
-    new.pop("amp_backend", None)
-    if half:
-        new["precision"] = precision
-    if "gpus" in new:
-        gpus = new.pop("gpus")
-        new |= {"accelerator": "gpu", "devices": gpus} if gpus or not cpu else {"accelerator": "cpu"}
-    return _renamed(new)
+def _trained(loaded, precision):
+    """What Lightning's word makes of a run."""
+    name, kind = precision.split("-")
+    short = torch.bfloat16 if name == "bf16" else torch.float16
+    weights = loaded if kind == "mixed" else short
+    scaler = precision == "16-mixed"
+    return {"weights": weights, "product": short, "scaler": scaler, "bytes": 4 * weights.itemsize}
 
 
-def _renamed(old):
-    names = {"nb_gpu_nodes": "num_nodes", "distributed_backend": "strategy", "gpus": "devices"}
-    return {names.get(flag, flag): value for flag, value in old.items()}
+def _but(**wrong):
+    """The right answer, with each entry of `wrong` computed by its function of the arguments."""
+    return lambda *asked: _trained(*asked) | {name: rule(*asked) for name, rule in wrong.items()}
 
 
 @exercise(
     cases=[
-        ({"precision": 16, "max_epochs": 3},),
-        ({"gpus": 2, "distributed_backend": "ddp"},),
-        ({"gpus": 0, "nb_gpu_nodes": 1},),
-        ({"use_amp": True, "amp_level": "O1", "amp_backend": "apex"},),
-        ({"use_amp": False, "gradient_clip_val": 0.5},),
-        ({"precision": 16, "amp_level": "O3"},),
-        ({"precision": 16, "amp_level": "O0", "gpus": None},),
+        (torch.float32, "bf16-mixed"),
+        (torch.float32, "16-mixed"),
+        (torch.float32, "bf16-true"),
+        (torch.float32, "16-true"),
+        (torch.bfloat16, "bf16-mixed"),
+        (torch.bfloat16, "16-true"),
     ],
     mistakes={
-        "precision=16 is spelt '16-mixed' now.": lambda old: old,
-        "gpus=2 is accelerator='gpu' and devices=2.": lambda old: _renamed(
-            old | {"precision": "16-mixed"} if "precision" in old else old
+        "Mixed leaves the weights as they came; autocast casts in each product.": _but(
+            weights=lambda loaded, precision: _trained(loaded, precision)["product"],
+            bytes=lambda loaded, precision: 8,
         ),
-        "Without a GPU the accelerator is 'cpu', and there are no devices to count.": lambda old: _translated(
-            old, cpu=False
+        "Mixed makes no float32 masters of weights that came in 16 bits.": _but(
+            weights=lambda loaded, precision: (
+                torch.float32 if precision.endswith("mixed") else _trained(loaded, precision)["weights"]
+            ),
+            bytes=lambda loaded, precision: 16 if precision.endswith("mixed") else 8,
         ),
-        "use_amp=True asks for '16-mixed'.": lambda old: _translated(old, use_amp=False),
-        "amp_level says which precision, and goes.": lambda old: _translated(old, levels=False),
-        "amp_level goes, but 'O0' is '32-true' and 'O3' is '16-true'.": lambda old: _translated(
-            {flag: value for flag, value in old.items() if flag != "amp_level"}
+        "True casts the weights.": _but(weights=lambda loaded, precision: loaded),
+        "Under autocast a linear layer multiplies in 16 bits, whatever the weights are.": _but(
+            product=lambda loaded, precision: _trained(loaded, precision)["weights"]
+        ),
+        "bf16 needs no scaler: it has float32's range.": _but(scaler=lambda _, precision: "mixed" in precision),
+        "A word with true brings no scaler.": _but(scaler=lambda _, precision: not precision.startswith("bf16")),
+        "Gradients and moments have the weights' dtype: count four numbers of it.": _but(bytes=lambda *_: 16),
+        "Weight, gradient and two moments are four numbers.": _but(
+            bytes=lambda loaded, precision: 3 * _trained(loaded, precision)["weights"].itemsize
         ),
     },
-    observe=lambda answer, old: str(dict(sorted(called(answer, old).items()))),
-    show=str,
+    show=lambda loaded, precision: f'weights in {loaded} and precision="{precision}"',
 )
-def translate(old):
-    """`translate(old)` are the arguments of today's Trainer for a dict of old flags."""
-    return _translated(old)
+def trained(loaded, precision):
+    """`trained(loaded, precision)` says of a run: dtypes of weights and products, the scaler, the bytes of a weight."""
+    return _trained(loaded, precision)
 
 
 @exercise(
