@@ -229,15 +229,15 @@ def calculator(parts, states, cards, title, start):
     GPUs and card.
 
     `parts`: a DataFrame in GiB, one row a part, with columns `model`, `precision`, `moment`, `part`, `fixed` (what is
-    there anyway) and `each` (what is added for each in the batch), as `footprint.growth` finds them. `states`: a column
-    an optimizer, a row a precision: the bytes of its states for each byte of weights. Several GPUs divide all parts but
-    "activations" and "autocast's copies". `cards`: a dict of GiB that are there for the step. `start`: a dict of where
-    the inputs `model`, `precision`, `batch`, `gpus` and `card` begin.
+    there anyway) and `each` (what is added for each in the batch), as `footprint.growth` finds them. `states`: by
+    optimizer, then by (precision, moment), the bytes that it holds for each byte of weights. Several GPUs divide all
+    parts but "activations" and "autocast's copies". `cards`: by name, the GiB up to which a step fits, and those beyond
+    which it does not. `start`: a dict of where the inputs `model`, `precision`, `batch`, `gpus` and `card` begin.
     """
     names = ["weights", "optimizer", "gradients", "autocast's copies", "activations"]
     held, weights = [parts.assign(optimizer="")], parts[parts.part == "weights"]
     for optimizer, ratios in states.items():
-        more = weights.precision.map(ratios) * weights.fixed
+        more = [ratios[at] for at in zip(weights.precision, weights.moment)] * weights.fixed
         held.append(weights.assign(part="optimizer", optimizer=optimizer, fixed=more, each=0))
     held = pd.concat(held).sort_values("part", key=lambda part: part.map(names.index), kind="stable")
     moments = _distinct(parts.moment)
@@ -259,11 +259,11 @@ def calculator(parts, states, cards, title, start):
     bars = base.transform_calculate(order=f"indexof({json.dumps(names)}, datum.part)").mark_bar(height=34)
     bars = bars.encode(x, y, color, order="order:Q")
     peak = base.transform_aggregate(total="sum(GiB)", groupby=["moment"]).transform_aggregate(peak="max(total)")
-    peak = peak.transform_calculate(room=f"({json.dumps(cards)})[card]")
-    room = alt.X("room:Q", title="GiB a GPU; dashed: there for the step")
-    limit = peak.mark_rule(strokeDash=[6, 3], strokeWidth=2).encode(room)
-    says = "'batch ' + batch + ', ' + card + ': ' + format(datum.peak, ',.1f') + ' of ' + datum.room + ' GiB, '"
-    says += " + (datum.peak > datum.room ? 'too much' : 'it fits')"
+    peak = peak.transform_calculate(fits=f"({json.dumps(cards)})[card][0]", most=f"({json.dumps(cards)})[card][1]")
+    near = alt.X("fits:Q", title="GiB a GPU; shaded: too near to tell")
+    limit = peak.mark_rect(color=NEUTRAL, opacity=0.3).encode(near, x2="most:Q")
+    says = "'batch ' + batch + ', ' + card + ': ' + format(datum.peak, ',.1f') + ' GiB '"
+    says += " + (datum.peak > datum.most ? 'do not fit' : datum.peak > datum.fits ? 'are too near to tell' : 'fit')"
     words = peak.transform_calculate(says=says).mark_text(x=0, y=-18, fontSize=13).encode(text="says:N")
     text = f"Bars of memory with six inputs: {title}. Model, precision, optimizer, batch, GPUs and card."
     _show([bars, limit, words], inputs, title, text, offset=24, width=WIDTH - 110, height=46 * len(moments))

@@ -476,11 +476,11 @@ _PARTS = {
 
 def growth(build_model, inputs_of, precision, checkpointed=False, loss=None):
     """What a training step needs anyway and what each in the batch adds, as a DataFrame in GiB: columns `fixed` and
-    `each`, a row for each part and each of three moments, one of which is the peak as a rule.
+    `each`, a row for each part and each of four moments, one of which is the peak as a rule.
 
     As "forward ends" all activations are there, and autocast's copies of weights; as "backward begins" the first
-    gradients have come, and with checkpointing the copies have gone; as "backward ends" all gradients are there. Each
-    at its fullest. Optimizer state is left out: it is there all the time.
+    gradients have come, and with checkpointing the copies have gone; as "backward ends" all gradients are there; at the
+    "optimizer's step" little else. Each at its fullest. What the optimizer itself has and makes is left out.
 
     inputs_of: takes the size of the batch, and returns `predict_memory`'s inputs. checkpointed: whether what
     `build_model` returns forgets its activations.
@@ -497,11 +497,11 @@ def growth(build_model, inputs_of, precision, checkpointed=False, loss=None):
 
 
 def _at_moments(estimate):
-    """GiB as forward ends, as backward begins and as it ends, each at its fullest, by part and moment."""
-    forward, backward = (estimate.timeline.query(f"phase == '{phase}'") for phase in ("forward", "backward"))
+    """GiB at each of `growth`'s moments, at its fullest, by part and moment."""
+    forward, backward, step = (ops for _, ops in estimate.timeline.groupby("phase", sort=False))
     first, last = backward.gradients[backward.gradients > 0].iloc[0], backward.gradients.max()
     moments = {"forward ends": forward, "backward begins": backward[backward.gradients < 1.05 * first]}
-    moments["backward ends"] = backward[backward.gradients > 0.99 * last]
+    moments |= {"backward ends": backward[backward.gradients > 0.99 * last], "optimizer's step": step}
     found = {}
     for moment, ops in moments.items():
         fullest = ops.loc[ops[KINDS].sum(axis=1).idxmax()]

@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+import vl_convert
 from matplotlib.colors import to_rgb
 from PIL import Image
 
@@ -42,7 +43,7 @@ PARTS = pd.DataFrame(
     ],
     columns=["model", "precision", "moment", "part", "fixed", "each"],
 )
-STATES = {"Adam": {"FP32": 2.0}, "SGD": {"FP32": 0.0}}
+STATES = {"Adam": {("FP32", "begins"): 2.0}, "SGD": {("FP32", "begins"): 0.0}}
 TIMES = pd.DataFrame(
     [("resnet50", "T4", 8, way, kind, ms) for way, ms in (("a", 2.0), ("b", 1.0)) for kind in ("products", "idle")],
     columns=["network", "card", "batch", "way", "kind", "ms"],
@@ -83,7 +84,7 @@ CHARTS = {
     "timeline": (explore.timeline, (BUSY, ["main process", "device"], {"workers": "workers "}, "Who works")),
     "calculator": (
         explore.calculator,
-        (PARTS, STATES, {"T4": 13, "A100": 77}, "Will it fit?", START),
+        (PARTS, STATES, {"T4": (10, 16), "A100": (65, 80)}, "Will it fit?", START),
     ),
     "step_times": (
         explore.step_times,
@@ -280,6 +281,24 @@ def test_the_calculator_adds_each_optimizers_states_to_the_weights(chart):
     states = {row["optimizer"]: row["fixed"] for row in rows if row["part"] == "optimizer"}
     assert states == {"Adam": 0.2, "SGD": 0}
     assert [row["part"] for row in rows] == ["weights", "optimizer", "optimizer", "activations"]
+
+
+def test_an_optimizer_may_need_more_at_one_moment(chart):
+    parts = pd.concat([PARTS, PARTS.assign(moment="steps")])
+    states = {"Adam": {("FP32", "begins"): 2.0, ("FP32", "steps"): 3.0}}
+    data, _, _ = chart(explore.calculator, parts, states, {"T4": (10, 16)}, "Will it fit?", START)
+    ((_, rows),) = data[explore.VEGA_LITE]["datasets"].items()
+    held = {row["moment"]: row["fixed"] for row in rows if row["part"] == "optimizer"}
+    assert held == {"begins": 0.2, "steps": 0.3}
+
+
+@pytest.mark.parametrize(("batch", "said"), [(1, "fit"), (2, "are too near to tell"), (5, "do not fit")])
+def test_the_calculator_has_three_answers(batch, said, chart):
+    """A prediction of 1 GiB a batch, on a card that surely holds 1.5 and has 4."""
+    parts, start = PARTS.assign(fixed=0.0, each=[1.0, 0.0]), START | {"batch": batch, "card": "A"}
+    data, _, _ = chart(explore.calculator, parts, STATES, {"A": (1.5, 4)}, "Fits?", start)
+    drawn = vl_convert.vegalite_to_svg(data[explore.VEGA_LITE], vl_version="5.8")
+    assert f"batch {batch}, A: {batch}.0 GiB {said}<" in drawn
 
 
 def test_bars_of_time_say_their_sum_and_how_much_faster_they_are(chart):
