@@ -322,7 +322,7 @@ def test_the_cache_of_notebook_08_works_where_a_reader_copies_it(tmp_path):
     digits = load_table(DATA / "digits" / "train.csv").head(5)
     names["write_cache"](tmp_path / "five.npy", digits.file, (20, 10))
     images, labels = names["CachedImages"](tmp_path / "five.npy", digits.label.to_numpy()).__getitems__([4, 0])
-    there = [cv2.resize(read_image(digits.file[row]), (20, 10)) for row in (4, 0)]
+    there = [cv2.resize(read_image(digits.file[row]), (20, 10), interpolation=cv2.INTER_AREA) for row in (4, 0)]
     assert np.array_equal(images.numpy(), there) and list(labels) == list(digits.label[[4, 0]])
 
 
