@@ -49,19 +49,19 @@ def load(kind="message"):
 
 def find(text):
     """The messages that `text` holds, as rows of `load()`, what is special before what is general; some words of a
-    message are enough if they have eight letters.
+    message are enough if they have eight letters. Where none is held, the symptoms whose words are, as of "loss=nan".
 
     Examples
     --------
     >>> find("E   ValueError: Attempting to unscale FP16 gradients.").case.item()
     '14_troubleshooting_clinic#Attempting to unscale FP16 gradients'
     """
-    table = load()
-    held = table.pattern.map(lambda pattern: bool(re.search(pattern, text, FLAGS)))
+    table, symptoms = load(), load("symptom")
+    held, seen = (rows.pattern.map(lambda each: bool(re.search(each, text, FLAGS))) for rows in (table, symptoms))
     words = text.strip().lower()
     if len(words) > 7:
         held |= table.said.str.contains(words, regex=False)
-    return table[held]
+    return table[held] if held.any() else symptoms[seen]
 
 
 def anchor(heading):
