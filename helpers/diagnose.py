@@ -621,7 +621,9 @@ def _wrappers(model):
     """What lies around a model: torch.compile, and DDP's hooks, which may reduce in 16 bits."""
     if low := _low_hooks(model):
         cost = "It casts gradients to reduce them: in fp16, those below 6e-8 become 0, and those above 65504 inf."
-        yield likely("a communication hook of DDP", low, cost)
+        bf16 = all("bf16" in name for name in low)
+        cost = "It rounds gradients to 8 bits, and adds them so." if bf16 else cost
+        yield (note if bf16 else likely)("a communication hook of DDP", low, cost)
     if compiled := [name for name, module in model.named_modules() if _is_compiled(module)]:
         yield note("compiled", compiled, "Inside, `watch` sees no module: it replays uncompiled.")
 
@@ -768,7 +770,7 @@ class _Wide:
             if place == 0 and op in ("addmm", "convolution", "add") and each.dtype in SIXTEEN and each.numel() > 31:
                 self.far += _offset(module, op, each.dtype, wide)
             first = place == 0 and not self.far  # others are what a norm saves, as a mean near 0
-            if first and 0.1 < off < math.inf and before < 0.03 and each.numel() > 1 and op != "_to_copy":
+            if first and 0.1 < off < math.inf and before < 0.01 and each.numel() > 1 and op != "_to_copy":
                 what = f"{op} gives numbers that are {off:.0%} off float32's, of operands that are {before:.1%} off"
                 cost = f"16 bits are too coarse for what it is given; they came in by {source}. Compute it in float32."
                 self.far.append(likely(what, module, cost))
@@ -1452,6 +1454,10 @@ class _Looks:
         self.due = self.sums_due = False  # until an update, or a sum over passes, was looked at
         self.before = []  # weights before a step: name, weight, sample, where its gradient is not 0
         self.longest = {}  # that Adam takes, by id of a weight
+        self.without, self.moves_without = (
+            [],
+            False,
+        )  # weights, none with a gradient, before a step; whether it moved them
         self.dtypes, self.cut, self.missing = {}, set(), None  # of outputs; modules and weights without a gradient
         self.copies, self.bases = [], []  # as `_copies` finds them; what adapters are merged into, and a sample
 
@@ -1532,6 +1538,8 @@ class _Looks:
             self.longest = _longest_steps([optimizer])
             held = set(map(id, _held([optimizer])))  # another's weights have gradients at another time
             missing = {name for name, each in self.seen.trained.items() if id(each) in held} - found.keys()
+            if not found:  # it may step by gradients of its own
+                self.without = [(each, _sample(each)) for each in self.seen.trained.values() if _local(each).numel()]
             self.missing = missing if self.missing is None else self.missing & missing
 
     def read_updates(self):
@@ -1550,7 +1558,8 @@ class _Looks:
             moved.append(update.abs().max() - 1 * ~moving.any())  # below 0 without a gradient
         if moved:
             self.now["", "moved"] = _together(moved, self.seen.device).max()
-        self.due, self.before = self.due and not moved, []
+        self.moves_without |= any(not torch.equal(_sample(weight), old) for weight, old in self.without)
+        self.due, self.before, self.without = self.due and not moved, [], []
 
     def _look_at_copies(self):
         """Of 16-bit copies that move at all: the percentage that stands, of numbers that are far from the weight."""
@@ -2453,7 +2462,9 @@ def _no_gradient(seen):
     missing, held = sorted(seen.looks.missing or ()), set(map(id, _held(seen.optimizers)))
     cut = sorted(seen.looks.cut & set(map(_module_of, missing)))
     what, cost = "weights that no gradient reaches (None)", "They train (requires_grad), but"
-    if missing and len(missing) == len(seen.trained):
+    if seen.looks.moves_without:
+        yield note("steps by gradients that the weights do not hold, as masters have")
+    elif missing and len(missing) == len(seen.trained):
         cost += " at the step they have none: zero_grad stands between backward and step."
         yield certain(what, _whole(seen.plain, missing), cost)
     elif cut:

@@ -1445,6 +1445,30 @@ def test_masters_that_take_the_gradients_away():
     assert not worst(seen.report), seen
 
 
+class Taken(torch.optim.SGD):
+    """It keeps the gradients itself, as in FP32 beside 16-bit weights."""
+
+    def take(self):
+        for weight in self.param_groups[0]["params"]:
+            self.state[weight]["main"], weight.grad = weight.grad.float(), None
+
+    @torch.no_grad()
+    def step(self):
+        for weight in self.param_groups[0]["params"]:
+            weight -= 0.1 * self.state[weight]["main"]
+
+
+def test_gradients_that_the_optimizer_takes_away_are_not_missing():
+    model = network()
+    optimizer = Taken(model.parameters(), lr=0.1)
+    with watch(model, optimizer, save=None) as seen:
+        for _ in range(3):
+            squares(model(torch.rand(4, 8))).backward()
+            optimizer.take()
+            optimizer.step()
+    assert not worst(seen.report), seen
+
+
 def test_the_compiled_model_is_found_from_the_plain_one():
     model = network()
     compiled = torch.compile(model, backend="eager")
