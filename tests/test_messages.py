@@ -692,6 +692,11 @@ def test_a_stranger_s_error_is_not_found():
     assert messages.find("").empty and messages.find("dtype").empty
 
 
+@pytest.mark.parametrize("line", ["loss: nan", "Epoch 3: train_loss=nan", "step 100 loss nan scale 0.0"])
+def test_a_line_of_a_log_leads_to_its_symptom(line):
+    assert list(messages.find(line).title) == ["The loss is NaN, or the scale falls."]
+
+
 @pytest.fixture(scope="module")
 def box():
     """The paste box's chart."""
