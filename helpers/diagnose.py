@@ -299,7 +299,7 @@ def _compiled(model):
     """What torch.compile has made of a model, if it has: the loop calls that."""
     dynamo = sys.modules.get("torch._dynamo")  # slow to import, and not there if nothing is compiled
     things = [each for each in gc.get_objects() if type(each) is dynamo.OptimizedModule] if dynamo else []
-    return next((each for each in things if getattr(each, "_orig_mod", None) is model), model)
+    return next((each for each in things if _plain(each) is model), model)
 
 
 def _plain(model):
@@ -733,6 +733,7 @@ UNITS = {"threshold_backward": "ReLU", "hardtanh_backward": "clamp", "sigmoid_ba
 UNITS |= {"tanh_backward": "tanh", "gelu_backward": "GELU", "silu_backward": "SiLU", "leaky_relu_backward": "LeakyReLU"}
 FACTORIES = ("empty", "zeros", "ones", "full", "new_", "rand")
 ADDS = ("add", "add_", "index_add_", "scatter_add_", "index_put_")
+NUMBER = r"\d[\d.,]*(e[+-]?\d+)?"
 PARTS = ("index", "select", "slice", "gather", "view")
 COARSE = ("_to_copy", "sin", "cos", "arange", "cumsum")
 
@@ -1280,7 +1281,7 @@ class _Between(TorchDispatchMode):
                 right = _in_float32(func, (before.clone(), *args[1:]), kwargs, before.device)
                 found += _added(before, right[0], output) if known else []
                 self.sums[output] = True
-        self.seen.coarse |= {re.split(" that | of ", each.what)[0]: each for each in found}
+        self.seen.coarse |= {re.sub(NUMBER, "", each.what): each for each in found}  # the last of the same words
         return output
 
     def _other_precision(self, op, args, output):
@@ -1454,10 +1455,8 @@ class _Looks:
         self.due = self.sums_due = False  # until an update, or a sum over passes, was looked at
         self.before = []  # weights before a step: name, weight, sample, where its gradient is not 0
         self.longest = {}  # that Adam takes, by id of a weight
-        self.without, self.moves_without = (
-            [],
-            False,
-        )  # weights, none with a gradient, before a step; whether it moved them
+        self.without = []  # weights before a step, and a sample, where none has a gradient
+        self.moves_without = False  # whether such a step moved them
         self.dtypes, self.cut, self.missing = {}, set(), None  # of outputs; modules and weights without a gradient
         self.copies, self.bases = [], []  # as `_copies` finds them; what adapters are merged into, and a sample
 
@@ -1559,7 +1558,8 @@ class _Looks:
         if moved:
             self.now["", "moved"] = _together(moved, self.seen.device).max()
         self.moves_without |= any(not torch.equal(_sample(weight), old) for weight, old in self.without)
-        self.due, self.before, self.without = self.due and not moved, [], []
+        self.due = self.due and not (moved or self.without)
+        self.before, self.without = [], []
 
     def _look_at_copies(self):
         """Of 16-bit copies that move at all: the percentage that stands, of numbers that are far from the weight."""
@@ -1574,7 +1574,7 @@ class _Looks:
         """Of frozen 16-bit weights with adapters: the percentage that has changed since the last look."""
         for place, (base, old) in enumerate(self.bases):
             new = _sample(base)
-            self.now["", f"% base {place} changed"] = _percent(new != old, torch.ones_like(new, dtype=torch.bool))
+            self.now["", f"% base {place} changed"] = 100 * (new != old).float().mean()
             self.bases[place] = (base, new)
 
     def keep(self):
