@@ -262,7 +262,7 @@ def calculator(parts, states, cards, title, start):
     peak = peak.transform_calculate(fits=f"({json.dumps(cards)})[card][0]", most=f"({json.dumps(cards)})[card][1]")
     near = alt.X("fits:Q", title="GiB a GPU; shaded: too near to tell")
     limit = peak.mark_rect(color=NEUTRAL, opacity=0.3).encode(near, x2="most:Q")
-    says = "'batch ' + batch + ', ' + card + ': ' + format(datum.peak, ',.1f') + ' GiB '"
+    says = "precision + ', batch ' + batch + ', ' + card + ': ' + format(datum.peak, ',.1f') + ' GiB '"
     says += " + (datum.peak > datum.most ? 'do not fit' : datum.peak > datum.fits ? 'are too near to tell' : 'fit')"
     words = peak.transform_calculate(says=says).mark_text(x=0, y=-18, fontSize=13).encode(text="says:N")
     text = f"Bars of memory with six inputs: {title}. Model, precision, optimizer, batch, GPUs and card."
