@@ -199,10 +199,10 @@ def test_a_ring_says_whose_numbers_are_where_and_frames_what_has_come(chart):
     (rows,) = data[explore.VEGA_LITE]["datasets"].values()
     now = [(row["sum"], row["has"], row["frame"] > 0) for row in rows if row["step"] == 1]
     assert now == [
-        ("a", "its own numbers", False),
+        ("\N{UPWARDS ARROW} a", "its own numbers", False),
         ("a + b", "all", True),
         ("a + b", "all", True),
-        ("b", "its own numbers", False),
+        ("\N{UPWARDS ARROW} b", "its own numbers", False),
     ]
     assert [rows[place]["says"] for place in (0, 4, 8)] == [
         "step 0 of 2: each has its own numbers",
