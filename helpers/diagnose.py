@@ -420,6 +420,11 @@ def _states(model, optimizers, scaler):
         if low := {str(key) for key, kept in masters if any(each.dtype in SIXTEEN for each in _tensors(kept))}:
             cost = "Updates are rounded away. Optimizer.load_state_dict casts states to their weights' dtype."
             yield certain(f"{name}'s masters are in 16 bits", sorted(low), cost, "Weights do not change in 16 bits")
+        if low := [state["step"] for state in states if _tensors(state.get("step"), SIXTEEN)]:
+            count, dtype = max(low), low[0].dtype
+            cost = "Decays and schedules by it stand still, as after a checkpoint in 16 bits. Keep it in FP32."
+            what = f"{name}'s step counter, {count:g}, is {_short(dtype)}, which stops at {_last_whole(dtype):,.0f}"
+            yield (certain if count + 1 == count else likely)(what, "step", cost)
         if 0 < 1 - beta < 2.0**-8 and any(each.dtype == BF16 for each in squares):
             cost = f"A decay by {beta:g} is less than half a step of bf16: it never falls. Keep it in FP32."
             yield likely(f"{name}'s second moment in bf16", "exp_avg_sq", cost)
@@ -435,9 +440,8 @@ def _states(model, optimizers, scaler):
 
 def _moments(model, optimizers, scaler):
     """What 16 bits have left of an optimizer's moments, as a checkpoint that was compressed."""
-    states = [
-        (one, state) for one in optimizers for state in one.state.values() if {"exp_avg", "exp_avg_sq"} <= {*state}
-    ]
+    states = [(one, state) for one in optimizers for state in one.state.values()]
+    states = [(one, state) for one, state in states if {"exp_avg", "exp_avg_sq"} <= {*state}]
     for one, state in states:
         zero = (_local(state["exp_avg"]).abs() > 1e-15) & (_local(state["exp_avg_sq"]) == 0)
         if zero.float().mean() > 0.01:
@@ -471,8 +475,11 @@ def _training(model, optimizers, scaler):
             cost = "The model was built again, moved or wrapped after it: `step` changes other weights."
             yield certain("the optimizer holds none of the model's weights", "", cost, "No inf checks were recorded")
     elif held and missing:
-        cost = "Only another optimizer moves them."
-        yield likely("trainable weights that the optimizer lacks", _whole(model, missing), cost)
+        own, new = set(map(id, weights.values())), {tuple(weights[name].shape) for name in missing}
+        gone = {tuple(each.shape) for one in optimizers for each in one.state if id(each) not in own}
+        merged = gone and not any(len(shape) > 1 for shape in gone & new)
+        cost = "Those that it trained are gone, as merged adapters." if merged else "Only another optimizer moves them."
+        yield (note if merged else likely)("trainable weights that the optimizer lacks", _whole(model, missing), cost)
     adapter = re.compile("lora|adapter|ia3|prefix|prompt", re.IGNORECASE)
     parts = tuple(f"{name}." for name, part in model.named_modules() if adapter.search(type(part).__name__) and name)
     adapters = [name for name in weights if adapter.search(name) or (name.startswith(parts) and ".base" not in name)]
@@ -852,6 +859,8 @@ class _Ops(TorchDispatchMode):
 def _coarse(module, op, args, output):
     """Findings of whole numbers, angles, columns and decays that 16 bits make equal."""
     source = args[0] if args and isinstance(args[0], torch.Tensor) else output
+    if op == "_to_copy" and output.dtype in WHOLE and source.dtype == FP32:
+        yield from _rounded_numbers([output], f"an index, in {module or 'the model'}")
     dtype = source.dtype if source.dtype in SIXTEEN else output.dtype
     if dtype not in SIXTEEN or not output.numel() or not op.startswith(COARSE):
         return
@@ -888,8 +897,9 @@ def _coarse_columns(module, source, dtype):
             yield likely(what, module, "Subtract its mean, or scale it, before it is cast.")
 
 
-def _first(made, usual):
-    """The first of some Origins that a good pass has not as well; not a mask's -inf, but what fails by it."""
+def _first(made, usual, batch=None):
+    """The first of some Origins that a good pass has not as well; not a mask's -inf, but what fails by it; the input,
+    if an op was given an inf that no other made."""
     key = lambda each: (each.phase, each.module, each.op, each.kind)
     new = [each for each in made if key(each) not in set(map(key, usual))] or made
     if not new:
@@ -901,7 +911,7 @@ def _first(made, usual):
     first = new[0]
     earlier = [each for each in made[: made.index(first)] if each.kind in first.given]
     if first.why or not earlier:
-        return first
+        return (not first.why and first.given and _bad_input(*batch, first)) or first
     source = next((each for each in reversed(earlier) if each.module == first.module), earlier[-1])
     return source._replace(words=f"{source.words}; of that, {first.op} made NaN")
 
@@ -955,10 +965,12 @@ def _ops_made(model, saved):
     return ops.made, ""
 
 
-def _bad_input(args, kwargs):
+def _bad_input(args, kwargs, first=None):
+    """An input that is not finite. One that holds -inf, as a mask may, is blamed only for a `first` Origin."""
     named = [*((f"args.{place}", each) for place, each in enumerate(args)), *kwargs.items()]
-    bad = [name for name, each in named if _kinds(_tensors(each)) - {"-inf"}]
-    return Origin("input", "", "", f"in the input: {_some(bad)}") if bad else None
+    bad = [name for name, each in named if _kinds(_tensors(each)) - (set() if first else {"-inf"})]
+    made = f", which holds -inf; then {first}" if first else ""
+    return Origin("input", "", "", f"in the input: {_some(bad)}{made}") if bad else None
 
 
 def _state(model, weights=None):
@@ -985,7 +997,7 @@ def replay(path, model):
         for name, tensor in state.items():
             tensor.copy_(saved["state"][name])
     _plain(model).train(saved["training"])
-    return _bad_input(*saved["batch"]) or _first(_ops_made(model, saved)[0], saved["usual"])
+    return _bad_input(*saved["batch"]) or _first(_ops_made(model, saved)[0], saved["usual"], saved["batch"])
 
 
 # 5. The loss, by what autograd keeps of it
@@ -1089,12 +1101,11 @@ class _Loss:
         unknown, passed = [], [maker]
         for node in passed:
             kept = any(isinstance(each, torch.Tensor) for each in _saved(node).values())
-            for source, _ in node.next_functions:
-                if source is None:
-                    unknown += [] if kept else ["a number that needs no gradient"]
-                elif not (
-                    {"output"} & source.metadata.keys() or hasattr(source, "variable") or "result" in _saved(source)
-                ):
+            sources = [source for source, _ in node.next_functions]
+            unknown += ["a number that needs no gradient"] * (None in sources and not kept)
+            for source in filter(None, sources):
+                ends = hasattr(source, "variable") or "output" in source.metadata
+                if not ends and "result" not in _saved(source):
                     (passed if _passes_on(source) else unknown).append(source)
         names = dict.fromkeys(each if isinstance(each, str) else f"{_op(each)} before it" for each in unknown)
         words = f"in the loss: {words}" + (f", if it was not {' or '.join(names)}" if unknown else "")
@@ -1114,6 +1125,7 @@ class _Calls:
         self.taken = 0  # calls of torch.autograd.grad for the model's weights
         self.unscaled, self.kept, self.in_step = Counter(), [], False
         self.stepped = weakref.WeakSet()  # by the scaler, since a loss was scaled
+        self.rates, self.went_on = weakref.WeakKeyDictionary(), 0  # at skipped steps; how often the next was another
 
     def tell(self, what, cost, where="", say=certain):
         self.seen.tell(say(what, where, cost))
@@ -1148,10 +1160,8 @@ class _Calls:
     def before_backward(self, region):
         penalty = any("scaled gradient" in node.metadata for node in region)
         if penalty and not _divides_by_scale(region, self.seen.scaler):
-            what = "torch.autograd.grad was given a scaled loss, and its gradients were used"
-            self.tell(
-                what, "As part of a loss they are too large by the scale: divide them by `scaler.get_scale()` first."
-            )
+            cost = "As part of a loss they are too large by the scale: divide them by `scaler.get_scale()` first."
+            self.tell("torch.autograd.grad was given a scaled loss, and its gradients were used", cost)
         if self.unscaled:
             found = [_local(weight.grad) for weight in _held(self.unscaled) if weight.grad is not None]
             self.kept = [(gradient, _sample(gradient)) for gradient in found if gradient.any()]
@@ -1183,7 +1193,9 @@ class _Calls:
         self.tries += not self.seen.optimizers or optimizer is self.seen.optimizers[0]
         if self.tries > 3 and not self.updates and scaler.is_enabled():
             self.tell("scaler.update is never called", "The scale stays too high after an overflow.")
-        self.in_step = True
+        rate = [group.get("lr") for group in optimizer.param_groups if isinstance(group.get("lr"), float)]
+        self.went_on += self.rates.get(optimizer, rate) != rate
+        self.in_step, self.rates[optimizer] = True, rate
         try:
             return original(scaler, optimizer, *args, **kwargs)
         finally:
@@ -1201,6 +1213,7 @@ class _Calls:
             self.tries += optimizer is self.seen.optimizers[0]
             if _is_on(self.seen.scaler):
                 self._step_of_the_loop(optimizer)
+        self.rates.pop(optimizer, None)
         self.unscaled.pop(optimizer, None)
 
     def _step_of_the_loop(self, optimizer):
@@ -1352,7 +1365,7 @@ def _rounded_numbers(value, where):
 
 def _growth(seen):
     """How loss, gradients and weights grew over the last passes, in words; "" if they did not."""
-    passes, found = pd.DataFrame([*seen.trend], columns=["step", "loss", "norm", "largest", "rate"]), []
+    passes, found = pd.DataFrame([*seen.trend], columns=["loss", "norm", "largest", "rate"]), []
     for what, key, far in (("the loss", "loss", 30), ("the norm of the gradients", "norm", 1000)):
         finite = passes[passes[key].abs() < math.inf]
         series, wide = finite[key].abs(), 3 if len(finite) > 7 else 1
@@ -1377,31 +1390,12 @@ def _growth(seen):
     return ", and ".join(found)
 
 
-def _undone(seen):
-    """A loss that fell and came back to where it was, in words; "" else, as of the noise of one that is nearly 0."""
-    # Of a step's passes the last: others may be another network's, as a GAN has two.
-    losses = {step or -place: loss for place, (step, loss, *_) in enumerate(seen.trend)}
-    smooth = pd.Series([*losses.values()]).rolling(5).median().dropna()
-    first, least, last = (smooth.iloc[0], smooth.min(), smooth.iloc[-1]) if len(smooth) > 19 else (0, 0, 0)
-    if not 0 < least < 0.7 * first or last < 0.9 * first or first < seen.first_loss / 100:
-        return ""
-    rate = max(rate for *_, rate in seen.trend)
-    return (
-        f"the loss fell from {first:.3g} to {least:.3g}, and is {last:.3g} now; the learning rate was up to {rate:.2g}"
-    )
-
-
 # 8. The close look
 
 
 def _headroom(size):
     """How often a number can double before fp16's largest is passed; negative beyond."""
     return math.log2(LARGEST) - math.log2(size) if size > 0 else math.inf if size == 0 else math.nan
-
-
-def _usual_norm(weight, count):
-    """That of so many of a matrix's numbers at PyTorch's start; 0 for others, as a bias or an embedding."""
-    return math.sqrt(count / 3 / weight.shape[-1]) if weight.dim() == 2 else 0.0
 
 
 HEADROOMS = ("output", "gradient", "weight gradient")
@@ -1550,7 +1544,8 @@ class _Looks:
         for name, weight, old, moving in self.before:
             update = _sample(weight) - old
             self.now[_module_of(name), "% updates lost"] = _percent(update == 0, moving)
-            ratio, starts = update.norm() / old.norm(), old.norm() < 0.02 * _usual_norm(weight, len(old))
+            usual = math.sqrt(len(old) / 3 / weight.shape[-1]) if weight.dim() == 2 else 0.0  # at PyTorch's start
+            ratio, starts = update.norm() / old.norm(), old.norm() < 0.02 * usual
             self.now[_module_of(name), "update/weight"] = torch.where(moving.any() & ~starts, ratio, math.nan)
             if longest := self.longest.get(id(weight)):
                 self.now[_module_of(name), "step/longest"] = (update.abs() - 0.1 * old.abs()).max() / longest
@@ -1640,8 +1635,7 @@ class watch:
         self.every, self.save, self.warn, self.patience = every, save, warn, patience
         self.plain, self.device = _plain(model), _device(model)
         self.at_once = self.device.type == "cpu" or every == 1  # read each pass: a replay finds module and op
-        self.passes = self.steps = self.skipped = 0
-        self.left_out = 0  # forward passes since the last backward
+        self.passes = self.steps = self.skipped = self.grown = 0
         self.scales = {}  # the last of each scaler
         self.trend, self.scale, self.cast = deque(maxlen=256), math.nan, None  # of the last passes
         self.streak, self.last_bad, self.bad_pass = 0, -1, -1  # bad gradients: steps in a row, the last step and pass
@@ -1650,7 +1644,8 @@ class watch:
         self.told, self.hidden, self.coarse, self.zero = {}, {}, {}, None  # Findings, and Origins that later ops hide
         self.problem = self.error = self.why = None  # a NonFinite, another error, the Origin of skipped steps
         self.flat, self.ends = "", False  # what makes a loss 0 whatever the model gives; whether this pass is the last
-        self.warned, self.first_loss, self.own_scale = False, 0, 0
+        self.cast_twice = self.inspects = False  # whether autocast changes a backward; whether a look at ops is due
+        self.warned, self.own_scale = False, 0
         self.calls, self.looks, self.hooks, self.between = _Calls(self), _Looks(self), _Hooks(self), _Between(self)
 
     def __exit__(self, kind, error, trace):
@@ -1697,7 +1692,9 @@ class watch:
         if self.loss:
             self.loss.region = []
         looks, rest = divmod(self.passes - 1, self.every)
-        if self.passes == 2 or (rest == 0 and looks in (1, 4, 16, 64, 256)):
+        self.inspects |= self.passes == 2 or (rest == 0 and looks in (1, 4, 16, 64, 256))
+        if self.inspects and self.saved["gradients"]:  # else it is another network's, as a GAN has two
+            self.inspects = False
             _inspect(self)
         if self.passes % self.every == 0:
             self.decide()
@@ -1717,12 +1714,12 @@ class watch:
         if scale:
             name = next(name for kind, name in labels if kind == "scale")  # two networks may have a scaler each
             self.skipped += scale[0] < self.scales.get(name, math.nan)
+            self.grown += scale[0] > self.scales.get(name, math.nan)
             self.scale = self.scales[name] = scale[0]
         if loss and (of("incoming") or not of("root")):  # else it is another network's, as a GAN has two
             largest = labels[values.index(max(gradients))][1] if gradients else ""
             rate = next((float(group.get("lr", 0)) for group in _groups(self.optimizers)), 0)
-            self.first_loss = self.first_loss or abs(loss[0])
-            self.trend.append((step, loss[0], math.hypot(*gradients) / (sum(scale) or 1), largest, rate))
+            self.trend.append((loss[0], math.hypot(*gradients) / (sum(scale) or 1), largest, rate))
         finite = all(map(math.isfinite, of("incoming") + gradients))
         if not finite and intact:  # perhaps only the squares in a norm are not
             finite = not _kinds(_gradients(self.weights).values())
@@ -1942,8 +1939,8 @@ class _Hooks:
         seen.between.off()
         seen.looks.read_updates()
         self.inside, self.began = True, len(self.values)
-        cast = {"device_type": kind, "enabled": torch.is_autocast_enabled(kind)}
-        cast["dtype"] = torch.get_autocast_dtype(kind)
+        is_on, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        cast = {"device_type": kind, "enabled": is_on, "dtype": dtype}
         seen.earlier = [*seen.earlier, seen.saved][-3:] if self.values and "batch" in (seen.saved or {}) else []
         random = [torch.get_rng_state(), *(torch.cuda.get_rng_state(gpu) for gpu in _gpus(seen.device))]
         seen.saved = {"module": name, "batch": (args, kwargs), "random": random, "autocast": cast, "gradients": {}}
@@ -1990,7 +1987,6 @@ class _Hooks:
             self.seen.between.on(training=False)
             return
         self.forward_seen = True
-        self.seen.left_out += 1
         self._note("root", "", sums)
         for place, each in enumerate(outputs):
             if each.requires_grad:
@@ -2052,7 +2048,6 @@ class _Hooks:
         if _is_on(seen.scaler):
             self._note("scale", id(seen.scaler), [seen.scaler.scale(torch.ones((), device=seen.device))])
         seen.passes += 1
-        seen.left_out = 0
         if self.values:
             self.pending.append((seen.passes, seen.calls.tries, self.labels, _together(self.values, seen.device)))
         self.labels, self.values = [], []
@@ -2143,9 +2138,9 @@ def _cast_by_fsdp(module, args, kwargs):
         return
     for each in _tensors((args, kwargs)):
         if each.dtype in SIXTEEN and _last_whole(each.dtype) < (size := _largest([each])) < math.inf:
-            apart = f"where neighbours are {_spacing(size, each.dtype):g} apart"
-            cost = "FSDP2 casts inputs to param_dtype, times and positions too: cast_forward_inputs=False, or scale "
-            yield likely(f"an input is {_short(each.dtype)}, up to {size:,.0f}, {apart}", "", f"{cost}them.")
+            what = f"an input is {_short(each.dtype)}, up to {size:,.0f}, where neighbours are "
+            cost = "FSDP2 casts inputs, times and positions too: cast_forward_inputs=False, or scale them."
+            yield likely(f"{what}{_spacing(size, each.dtype):g} apart", "", cost)
 
 
 def _save(seen, number, origin):
@@ -2184,7 +2179,7 @@ def _why_skipped(seen):
     if seen.loss and seen.loss.culprit:
         return seen.loss.culprit
     made = _first(*_made_in(seen))
-    return made if made and made.phase == "forward" and made.kind != "-inf" else None
+    return made if made and made.phase in ("forward", "input") and made.kind != "-inf" else None
 
 
 def _can_be_done_again(seen):
@@ -2201,7 +2196,7 @@ def _made_in(seen):
         seen.saved["usual"] = _ops_made(seen.model, seen.good | {"gradients": {}})[0] if made and seen.good else []
     if failed:
         seen.tell(note(failed))
-    return made, seen.saved["usual"]
+    return made, seen.saved["usual"], seen.saved["batch"]
 
 
 def _already_there(seen):
@@ -2291,7 +2286,7 @@ def _where_raised(model, error):
 def _inspect(seen):
     """Do the pass again and look at each op of it."""
     saved = seen.saved
-    if seen.problem or not saved["gradients"]:
+    if seen.problem:
         return
     found = _gradients({name: weight for name, weight in seen.trained.items() if weight.dim() > 1})
     zero = [name for name, gradient in found.items() if _largest([gradient]) == 0]
@@ -2304,6 +2299,10 @@ def _inspect(seen):
         with seen.hooks.quiet():
             gradients = _again(seen.model, saved, ops)
             doubled = _again(seen.model, saved, nullcontext(), times=2)
+            if saved["backward in autocast"]:
+                outside = _again(seen.model, saved | {"backward in autocast": False}, nullcontext())
+                pairs = [(each.float(), outside[name].float()) for name, each in gradients.items()]
+                seen.cast_twice |= any(not (one - two).norm() <= 1e-4 * two.norm() for one, two in pairs)
     except Exception:  # some passes cannot be done again: then this look is left out
         return
     for other in seen.earlier:
@@ -2339,9 +2338,6 @@ def _own_backwards(seen, region):
             if not given & {name for each in dis.get_instructions(code) for name in _list(each.argval)}:
                 what = f"the backward of {function.__name__} never reads the gradient that it is given"
                 yield (certain if _is_on(seen.scaler) else note)(what, "in the loss", DEAF)
-            elif _is_on(seen.scaler):
-                cost = "Not seen from here: whether it multiplies by the gradient that it is given, as a scale needs."
-                yield note(f"the loss has a backward of its own, that of {function.__name__}", "", cost)
 
 
 DEAF = "Multiply by it: else a loss scale does not get through, and unscale_ divides by it all the same."
@@ -2419,7 +2415,12 @@ def _hidden(seen):
 def _skipped(seen):
     """Steps that a scaler skips: its routine, or not."""
     falls = f"the scale fell {seen.skipped} times" + ("" if math.isnan(seen.scale) else f", to {seen.scale:,.10g}")
-    many, tries = 3 * seen.skipped > seen.calls.tries, seen.calls.tries
+    many, tries, went_on = 3 * seen.skipped > seen.calls.tries, seen.calls.tries, seen.calls.went_on
+    if went_on > 9 and 5 * went_on > tries:
+        cost = (
+            "A warm-up is over before the first step: schedule only where the optimizer stepped, and lower init_scale."
+        )
+        yield likely(f"the learning rate went on in {went_on} steps that were skipped, of {tries}", "", cost)
     if seen.problem or (seen.last_bad < 0 and not seen.skipped):
         return
     if seen.why and seen.last_bad >= 0:
@@ -2427,13 +2428,14 @@ def _skipped(seen):
         yield certain(f"steps are skipped: {seen.why}", "", cost, _case_of(seen.why))
     elif seen.skips() > 4 and (not many or seen.skips() == tries > 12):
         yield likely(f"the last {seen.skips()} steps were skipped: their gradients are not finite; {falls}")
-    elif many and tries >= 40 and seen.skipped > 15:
+    elif many and seen.skipped > 5 and seen.grown > 5:
         factor, interval = seen.scaler.get_growth_factor(), seen.scaler.get_growth_interval()
         cost = f"growth_factor={factor:g}, growth_interval={interval}; the defaults, 2 and 2000, skip one step in 2000."
         what = f"{seen.skipped} of {tries} steps are skipped: the scale grows back as fast as it falls"
         yield certain(what, "", cost)
     else:
-        yield note(f"gradients overflowed; {falls}", "", "A scaler's routine.", "Loss scale falls in the first steps")
+        cost = f"A scaler's routine{', if too high a start: lower init_scale' if many and tries > 30 else ''}."
+        yield note(f"gradients overflowed; {falls}", "", cost, "Loss scale falls in the first steps")
 
 
 def _cast(seen):
@@ -2443,7 +2445,8 @@ def _cast(seen):
     fp32 = seen_all and seen.cast is None and set(seen.looks.dtypes.values()) == {"float32"}
     if seen.saved and seen.saved.get("backward in autocast"):
         cost = "Its products are cast too, also of parts that were taken out. Leave the region before it."
-        yield likely("backward was called under autocast", "", cost, "Gradients are inf in a float32 layer")
+        say = likely if seen.cast_twice else note
+        yield say("backward was called under autocast", "", cost, "Gradients are inf in a float32 layer")
     if seen.cast == BF16 and scaled:
         cost = "bf16 has float32's range and needs no scale: it doubles until float32 overflows. Remove the scaler."
         yield likely("bf16 autocast with a GradScaler", "", cost, "Loss scale grows without end in bf16")
@@ -2477,10 +2480,10 @@ def _no_gradient(seen):
         yield likely(what, _whole(seen.plain, ran), f"{cost}.")
     elif missing:
         yield note("weights that are not used", _whole(seen.plain, missing))
-    if seen.zero:  # which may be by an inf, or the end of a run that grew
-        infs = [each for each in seen.coarse.values() if "made inf" in each.what]
-        yield from infs
-        wild = infs or any(CALM in each.cost for each in _too_large(seen))
+    if seen.zero:  # which may be by an inf, by numbers that are off, or the end of a run that grew
+        coarse = [each for each in seen.coarse.values() if "made inf" in each.what or "No underflow" in seen.zero.cost]
+        yield from coarse
+        wild = coarse or any(CALM in each.cost for each in _too_large(seen))
         yield seen.zero._replace(severity="note") if wild else seen.zero
 
 
@@ -2583,16 +2586,8 @@ def _too_large(seen):
         what = f"a single step, in pass {by_pass.idxmax():,}, changed weights by {by_pass.max():.2g} of their size"
         cost = "The optimizer had other numbers than the model: masters or states from before a checkpoint was loaded, "
         yield likely(f"{what}, others by {by_pass.median():.2g}", "", f"{cost}or second moments that fp16 made 0.")
-    if not seen.problem and (growth := _growth(seen) or _undone(seen)):
+    if not seen.problem and (growth := _growth(seen)):
         yield likely(f"training diverges: {growth}", "", CALM)
-
-
-def _left_out(seen):
-    """Passes that no backward followed."""
-    if seen.left_out > 4 and not (seen.passes or seen.problem or seen.error):
-        low = [dtype for dtype in sorted(set(seen.looks.dtypes.values())) if "16" in dtype]
-        cost = f"finite outputs are {_some(low)}: compute it of `.float()`." if low else "by what does it divide?"
-        yield likely(f"{seen.left_out} forward passes in a row, and no backward", "", f"Look at the loss: {cost}")
 
 
 def _merges(seen):
@@ -2624,7 +2619,7 @@ def _unseen(seen):
 
 def _nothing(seen):
     """What to say of a loss that does not fall where nothing is found."""
-    losses = [loss for _, loss, *_ in seen.trend]
+    losses = [loss for loss, *_ in seen.trend]
     first, last = (sorted(part)[len(part) // 2] for part in (losses[:10], losses[-10:])) if losses else (0, 0)
     if len(losses) < 30 or not 0 < first < 1.002 * last < math.inf:
         return []
@@ -2639,7 +2634,7 @@ def _for_evaluation(seen):
 
 SPOILS, MAY = (functools.partial(_settings, severity=severity) for severity in ("certain", "likely"))
 JUDGES = [_long_steps, SPOILS, _stopped, _no_gradient, _skipped, _norms_seen, _hidden, _cast]
-JUDGES += [_rounded, MAY, _too_large, _merges, _left_out, _for_evaluation, _unseen]
+JUDGES += [_rounded, MAY, _too_large, _merges, _for_evaluation, _unseen]
 
 
 # 12. bisect
