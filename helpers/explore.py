@@ -552,21 +552,19 @@ def ring(held, title):
     """A ring all-reduce, step by step, by a slider: whose numbers are in what each process has of each part.
 
     held: integer tensors of shape (processes, parts), before the first step and after each: in the number of a process
-    and a part, bit p says that it is a sum with the numbers of process p. What has just come has a frame, and an arrow
-    stands where it was sent from, one process further.
+    and a part, bit p says that the numbers of process p are in the sum. A frame marks what came, an arrow its origin.
     """
     world, rows = len(held[0]), []
     for step, now in enumerate(held):
+        came = (now != held[max(step - 1, 0)]).int().numpy()
         says = "adds what the next one sends" if step < world else "takes over a sum that is complete"
         says = f"step {step} of {len(held) - 1}: each {says if step else 'has its own numbers'}"
         for (process, part), bits in np.ndenumerate(now.numpy()):
             whose = ["abcdefgh"[other] for other in range(world) if bits >> other & 1]
             has = "its own numbers" if len(whose) == 1 else "all" if len(whose) == world else "a part of the sum"
-            frame = 3 if step and bits != held[step - 1][process, part] else 0
-            sent = step and now[process - 1, part] != held[step - 1][process - 1, part]
-            place = {"process": f"process {process}: {'abcdefgh'[process]}", "part": f"part {part}"}
-            text = "\N{UPWARDS ARROW} " * bool(sent) + " + ".join(whose)
-            rows.append({"step": step, **place, "sum": text, "has": has, "frame": frame, "says": says})
+            text = "\N{UPWARDS ARROW} " * came[process - 1, part] + " + ".join(whose)
+            place = {"process": f"process {process}: {'abcdefgh'[process]}", "part": f"part {part}", "sum": text}
+            rows.append({"step": step, **place, "has": has, "frame": 3 * int(came[process, part]), "says": says})
     step = _slider("step", "step ", range(len(held)), 2)
     base = _chosen(pd.DataFrame(rows), "step")
     bare = {"title": None, "scale": alt.Scale(padding=0.1)}
@@ -577,8 +575,7 @@ def ring(held, title):
     frame = alt.StrokeWidth("frame:Q", scale=None)
     boxes = base.mark_rect(stroke="#333333").encode(x, y, color=color, strokeWidth=frame)
     sums = base.mark_text(align="center", baseline="middle", color="black").encode(x, y, text="sum:N")
-    first = base.transform_filter("datum.process == 'process 0: a' && datum.part == 'part 0'")
-    words = first.mark_text(x=0, y=-44, fontWeight="bold").encode(text="says:N")
+    words = base.transform_aggregate(says="min(says)").mark_text(x=0, y=-44, fontWeight="bold").encode(text="says:N")
     text = f"What {world} processes have of {world} parts, with a slider: {title}. The slider moves the step."
     _show([boxes, sums, words], [step], title, text, offset=24, width=WIDTH - 80, height=44 * world)
 
