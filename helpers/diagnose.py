@@ -26,7 +26,6 @@ import weakref
 from collections import Counter, deque
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import fields, is_dataclass
-from itertools import compress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -518,13 +517,15 @@ def _modules(model, optimizers, scaler):
     eps = {name: getattr(part, "eps", None) or 1 for name, part in fp16.items()}
     if eps := [f"{name}.eps = {value:g}" for name, value in eps.items() if value <= ZERO]:
         yield likely("an eps that is 0 in fp16", eps, "It guards no division.", "Normalized vectors are NaN in fp16")
-    low = [(name, each) for name, each in [*model.named_parameters(), *model.named_buffers()] if each.dtype in SIXTEEN]
-    for name, each in low:
-        values = _sample(each).unique() if each.dim() == 1 and "norm" not in name else []
-        if 1 < len(values) < each.numel() / 2 and values[0] > 0.9 and values[-1] <= 1:
-            ends, dtype = f"{values[0]:.5g} to {values[-1]:.5g}", _short(each.dtype)
-            what = f"{each.numel()} numbers, {ends}, are {len(values)} different ones in {dtype}"
-            yield likely(what, name, "As decays they are coarse, and 1 forgets nothing. Keep them in float32.")
+    named = [*model.named_parameters(), *model.named_buffers()]
+    for name, each in [pair for pair in named if pair[1].dtype in SIXTEEN and pair[1].dim() == 1]:
+        values, steps = _sample(each).unique(), _sample(each).diff()
+        decays = 1 < len(values) < each.numel() / 2 and values[0] > 0.9 and values[-1] <= 1
+        in_order = 8 < len(values) < 0.9 * len(steps) and bool((steps <= 0).all() or (steps >= 0).all())
+        if "norm" not in name and (decays or in_order):
+            what = f"{each.numel()} numbers, {values[0]:.5g} to {values[-1]:.5g}, are {len(values)} different ones in "
+            cost = "As decays or a schedule they are coarse, and 1 forgets nothing. Keep them in float32."
+            yield likely(f"{what}{_short(each.dtype)}", name, cost)
     buffers = [name for name, buffer in model.named_buffers() if buffer.dtype in SIXTEEN]
     if places := [name for name in buffers if re.search("inv_freq|position|rotary|freqs", name)]:
         cost = "bf16 counts to 256 and fp16 to 2048 in steps of 1: later positions fall together."
@@ -793,6 +794,28 @@ def _offset(module, op, dtype, right):
         yield likely(what, module, "Add the offset in float32, to the result.")
 
 
+class _Sums:
+    """Sums in 16 bits without gradients: whether they still take up what is added, of those with so many terms."""
+
+    def __init__(self, terms=128):  # within a model fewer may be its blocks
+        self.terms, self.counts = terms, WeakTensorKeyDictionary()
+
+    def do(self, where, op, func, args, kwargs):
+        """What the op gives, and Findings."""
+        first = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        count = 0 if first is None else self.counts.get(first, 0)
+        adds = first is not None and op in ADDS and first.dtype in SIXTEEN and not first.requires_grad
+        due = adds and count >= self.terms and (first.numel() <= SAMPLE or count % 64 == 0)
+        before, found = first.float() if due else None, []
+        output = func(*args, **kwargs)
+        if (adds and output.dtype in SIXTEEN) or (count and op in PARTS):
+            self.counts[output] = count + adds
+        with suppress(Exception):
+            right = _in_float32(func, (before.clone(), *args[1:]), kwargs, before.device) if due else []
+            found = [*_added(where, before, right[0], output)] if right else []
+        return output, found
+
+
 class _Ops(TorchDispatchMode):
     """Looks at the ops of a pass. `made`: Origins; `coarse`: Findings of numbers that 16 bits cannot tell apart;
     `zeros`: where gradients first became 0 by the "format", and by a "unit" that is dead, in words."""
@@ -800,7 +823,7 @@ class _Ops(TorchDispatchMode):
     def __init__(self, model):
         super().__init__()
         self.model, self.device, self.phase, self.inside, self.hooks = model, _device(model), "forward", [], []
-        self.made, self.coarse, self.zeros, self.wide = [], [], {}, _Wide(self.device)
+        self.made, self.coarse, self.zeros, self.wide, self.sums = [], [], {}, _Wide(self.device), _Sums()
 
     def __enter__(self):
         for name, module in self.model.named_modules():
@@ -827,7 +850,9 @@ class _Ops(TorchDispatchMode):
         kwargs, op = kwargs or {}, func.overloadpacket.__name__
         given = _mapped(torch.clone, args) if func._schema.is_mutable else args
         right = self.wide.do(op, func, args, kwargs) if self.phase == "forward" else []
-        output, module = func(*args, **kwargs), self.inside[-1] if self.inside else ""
+        module = self.inside[-1] if self.inside else ""
+        output, found = self.sums.do(_in(self.phase, module), op, func, args, kwargs)
+        self.coarse += found
         self.wide.compare(module, op, args, output, right)
         again = functools.partial(_in_float32, func, given, kwargs, self.device)
         if self.phase == "forward" and isinstance(output, torch.Tensor):
@@ -898,8 +923,7 @@ def _coarse_columns(module, source, dtype):
 
 
 def _first(made, usual, batch=None):
-    """The first of some Origins that a good pass has not as well; not a mask's -inf, but what fails by it; the input,
-    if an op was given an inf that no other made."""
+    """The first of some Origins that a good pass has not; not a mask's -inf, but what fails by it; the input's inf."""
     key = lambda each: (each.phase, each.module, each.op, each.kind)
     new = [each for each in made if key(each) not in set(map(key, usual))] or made
     if not new:
@@ -1121,8 +1145,7 @@ class _Calls:
     def __init__(self, seen):
         self.seen, self.scalers, self.met = seen, weakref.WeakSet(), 0
         self.tries = self.updates = self.scaled = 0  # steps tried, updates, losses scaled since the last update
-        self.not_scaled = 0  # backward passes of other losses since the last update
-        self.taken = 0  # calls of torch.autograd.grad for the model's weights
+        self.not_scaled = self.taken = 0  # backward passes of other losses since then; gradients by torch.autograd.grad
         self.unscaled, self.kept, self.in_step = Counter(), [], False
         self.stepped = weakref.WeakSet()  # by the scaler, since a loss was scaled
         self.rates, self.went_on = weakref.WeakKeyDictionary(), 0  # at skipped steps; how often the next was another
@@ -1254,17 +1277,19 @@ class _Between(TorchDispatchMode):
 
     def __init__(self, seen):
         super().__init__()
-        self.seen, self.evaluations, self.is_on = seen, 2000, False
-        self.sums = WeakTensorKeyDictionary()  # what an addition made
+        self.supports_higher_order_operators = True
+        self.seen, self.evaluations, self.is_on = seen, 0, False
+        self.sums, self.within = _Sums(1), None  # those in the forward of an evaluation, where it looks at nothing else
         self.given = WeakTensorKeyDictionary()  # what was computed of outputs without gradients: the model's dtype
 
     @classmethod
     def ignore_compile_internals(cls):
         return True  # a compiled loss stays so
 
-    def on(self, training):
-        self.evaluations -= not training
-        due = self.seen.looks.number >= self.seen.passes if training else self.evaluations > 0
+    def on(self, training, within=False):
+        self.within = _Sums() if within else None
+        self.evaluations += not training
+        due = self.seen.looks.number >= self.seen.passes if training else self.evaluations < 2000
         if due and not _is_fsdp(self.seen.model) and _get_current_dispatch_mode() is None:
             self.is_on = bool(self.__enter__())
 
@@ -1273,12 +1298,16 @@ class _Between(TorchDispatchMode):
             self.is_on = bool(self.__exit__(None, None, None))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs, op, first = kwargs or {}, func.overloadpacket.__name__, args[0] if args else None
-        adds = op in ADDS and first.dtype in SIXTEEN and not first.requires_grad and first.numel() <= SAMPLE
-        before, known = (first.float(), first in self.sums) if adds else (None, False)
+        if not hasattr(func, "overloadpacket"):
+            return func(*args, **kwargs or {})  # a higher-order operator, as flex_attention or cond
+        kwargs, op = kwargs or {}, func.overloadpacket.__name__
+        if self.within:
+            output, found = self.within.do("in the forward of an evaluation", op, func, args, kwargs)
+            self.seen.coarse |= {re.sub(NUMBER, "", each.what): each for each in found}
+            return output
         fp16 = any(each.dtype == FP16 for each in _tensors((args, kwargs)))
         given = _mapped(torch.clone, args) if fp16 and func._schema.is_mutable else args
-        output, found = func(*args, **kwargs), []
+        output, found = self.sums.do("between the model's passes", op, func, args, kwargs)
         with suppress(Exception):  # as of complex numbers
             if fp16 and (origin := _made("loss", "", op, func, given, kwargs, output)) and origin.kind == "inf":
                 words = origin.words.replace("in the loss", "between the model's passes")
@@ -1286,14 +1315,8 @@ class _Between(TorchDispatchMode):
             own = any(each in self.given for each in _tensors(args))  # in the precision that the model computes in
             found += [] if own else _compared(op, args)
             found += [*_decays(op, args), *self._other_precision(op, args, output)]
-            if op in PARTS and first in self.sums:
-                self.sums[output] = True
             if op.startswith(("nll_loss", "gather", "index", "embedding", "scatter")):
                 found += _rounded_numbers(args, f"given to {op}, between the model's passes")
-            if adds and output.dtype in SIXTEEN:
-                right = _in_float32(func, (before.clone(), *args[1:]), kwargs, before.device)
-                found += _added(before, right[0], output) if known else []
-                self.sums[output] = True
         self.seen.coarse |= {re.sub(NUMBER, "", each.what): each for each in found}  # the last of the same words
         return output
 
@@ -1330,7 +1353,7 @@ def _decays(op, args):
         yield likely(what, f"{decay[2]}, between the model's passes", cost)
 
 
-def _added(before, right, output):
+def _added(where, before, right, output):
     """A sum that has become too large for what it takes up, as 256 in bf16 for a 1."""
     got, more = (output.float() - before).abs(), (right - before).abs()
     off = ~((got - more).abs() <= more / 10) & more.isfinite()
@@ -1339,7 +1362,7 @@ def _added(before, right, output):
         total, got, more = (float(each[off].max()) for each in (output.abs(), got, more))
         what = f"a sum in {_short(output.dtype)} that has come to {total:g} takes up {got:.3g} for {more:.3g}"
         cost = "What is added is rounded away, as in a metric or a running loss: sum in float32, count in integers."
-        yield (likely if got else certain)(what, "between the model's passes", cost)
+        yield (certain if not got and "between" in where else likely)(what, where, cost)
 
 
 def _compared(op, args):
@@ -1405,8 +1428,7 @@ SHARES = "% zero", "% 0 in fp16", "update/weight", "% updates lost", "% sums los
 def _copies(model):
     """Numbers in 16 bits that copy a model's weights, as an average or a teacher does: among this process's tensors.
     Each as pairs of a copy and its weight, and a sample of the copies."""
-    things, near = gc.get_objects(), []  # there may be a million: they are sorted out in C
-    tensors = [*compress(things, map((torch.Tensor, nn.Parameter).__contains__, map(type, things)))]
+    tensors, near = [each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter)], []
     low = [each for each in tensors if each.dtype in SIXTEEN and each.is_leaf]
     own = {_local(each).untyped_storage().data_ptr() for each in (*model.parameters(), *model.buffers())}
     low = [each for each in low if each.layout is torch.strided and each.untyped_storage().data_ptr() not in {0, *own}]
@@ -1445,14 +1467,12 @@ class _Looks:
 
     def __init__(self, seen):
         self.seen, self.records, self.now, self.number = seen, [], {}, 0
-        self.on = False  # until the pass's backward
-        self.due = self.sums_due = False  # until an update, or a sum over passes, was looked at
+        self.on = self.due = self.sums_due = False  # until the backward; an update; a sum over passes was looked at
         self.before = []  # weights before a step: name, weight, sample, where its gradient is not 0
         self.longest = {}  # that Adam takes, by id of a weight
-        self.without = []  # weights before a step, and a sample, where none has a gradient
-        self.moves_without = False  # whether such a step moved them
+        self.without, self.moves_without = [], False  # weights before a step without gradients; whether it moved them
         self.dtypes, self.cut, self.missing = {}, set(), None  # of outputs; modules and weights without a gradient
-        self.copies, self.bases = [], []  # as `_copies` finds them; what adapters are merged into, and a sample
+        self.copies, self.bases = [], []  # as `_copies` finds them; what adapters are merged into, and its first sample
 
     def begin(self, number):
         self.keep()
@@ -1565,19 +1585,11 @@ class _Looks:
             self.now["", f"% copy {place} stands"] = _percent(new == old, far) * moves
             self.copies[place] = (pairs, new)
 
-    def _look_at_bases(self):
-        """Of frozen 16-bit weights with adapters: the percentage that has changed since the last look."""
-        for place, (base, old) in enumerate(self.bases):
-            new = _sample(base)
-            self.now["", f"% base {place} changed"] = 100 * (new != old).float().mean()
-            self.bases[place] = (base, new)
-
     def keep(self):
         """The look becomes a record. Beyond RECORDS, every second one goes."""
         self.read_updates()
         if self.now:
             self._look_at_copies()
-            self._look_at_bases()
             labels = tuple(self.now)
             labels = self.records[-1][1] if self.records and self.records[-1][1] == labels else labels
             values = _together(self.now.values(), self.seen.device).cpu()
@@ -1637,15 +1649,14 @@ class watch:
         self.at_once = self.device.type == "cpu" or every == 1  # read each pass: a replay finds module and op
         self.passes = self.steps = self.skipped = self.grown = 0
         self.scales = {}  # the last of each scaler
-        self.trend, self.scale, self.cast = deque(maxlen=256), math.nan, None  # of the last passes
+        self.trend, self.scale, self.cast, self.own_scale = deque(maxlen=256), math.nan, None, 0  # of the last passes
         self.streak, self.last_bad, self.bad_pass = 0, -1, -1  # bad gradients: steps in a row, the last step and pass
         self.saved = self.good = self.loss = None  # the last pass, the last good one, the last `_Loss`
         self.earlier = []  # the forwards of this pass before the last
         self.told, self.hidden, self.coarse, self.zero = {}, {}, {}, None  # Findings, and Origins that later ops hide
         self.problem = self.error = self.why = None  # a NonFinite, another error, the Origin of skipped steps
         self.flat, self.ends = "", False  # what makes a loss 0 whatever the model gives; whether this pass is the last
-        self.cast_twice = self.inspects = False  # whether autocast changes a backward; whether a look at ops is due
-        self.warned, self.own_scale = False, 0
+        self.warned = self.cast_twice = self.inspects = False  # autocast changes a backward; a look at ops is due
         self.calls, self.looks, self.hooks, self.between = _Calls(self), _Looks(self), _Hooks(self), _Between(self)
 
     def __exit__(self, kind, error, trace):
@@ -1747,8 +1758,7 @@ class watch:
 
     def _report(self, origin, number, intact):
         """Save, and raise or warn; in a run of several processes that is for a later `decide`."""
-        grown = _growth(self) if origin.phase != "input" and origin.why != "reason" else ""
-        if grown:
+        if origin.phase != "input" and origin.why != "reason" and (grown := _growth(self)):
             words = f"training diverges: {grown}; at the end of that, {origin}"
             origin = origin._replace(phase="divergence", words=words)
         words = f"pass {number}, after {self.steps} optimizer steps: {origin}."
@@ -1867,8 +1877,7 @@ class _Hooks:
     def __init__(self, seen):
         self.seen, self.undo, self.watched = seen, [], []
         self.labels, self.values, self.pending = [], [], []  # (kind, name) and number; whole passes
-        self.inside = self.muted = self.forward_seen = False
-        self.stepped = self.step_in_autocast = False
+        self.inside = self.muted = self.forward_seen = self.stepped = self.step_in_autocast = False
         self.evaluation = self.evaluated = torch.zeros((), device=seen.device)
 
     def attach(self):
@@ -1946,6 +1955,8 @@ class _Hooks:
         seen.saved = {"module": name, "batch": (args, kwargs), "random": random, "autocast": cast, "gradients": {}}
         seen.saved |= {"backward in autocast": False, "training": seen.model.training, "usual": []}
         if not torch.is_grad_enabled():
+            if seen.between.evaluations < 6 and not any(map(_is_compiled, seen.plain.modules())):
+                seen.between.on(training=False, within=True)
             return
         if cast["enabled"]:
             seen.cast = AUTOCAST[seen.plain] = cast["dtype"]
@@ -1973,6 +1984,7 @@ class _Hooks:
         """After the model's forward."""
         if self.is_off():
             return
+        self.seen.between.off()
         self.inside, outputs = False, _tensors(output)
         sums = [_local(each).sum(dtype=FP32) for each in outputs]
         if self.seen.at_once and any(map(_stops, _together(sums, self.seen.device).tolist())):
@@ -2506,10 +2518,6 @@ def _norms_seen(seen):
         else:
             yield (certain if to_a_limit else likely)(what, "", cost, "Loss hardly falls with clipping")
     at_step = (step / made).dropna()
-    if not (_is_on(seen.scaler) or seen.own_scale) and len(at_step) > 1 and 0 < at_step.max() < 1e-3:
-        sizes = f"{made.median():,.0f} to {step.median():.3g}"
-        cost = "Only their direction is left. Some part of the loss is far larger than the rest: print its parts."
-        yield likely(f"clipping takes the norm of the gradients from {sizes}, in every look", "", cost)
     if len(at_step) and (at_step == 0).all():
         cost = "zero_grad stands between backward and step, or a hook clears them."
         yield certain("gradients are 0 at the step, and were not after the backward", "", cost)
@@ -2592,14 +2600,11 @@ def _too_large(seen):
 
 def _merges(seen):
     """Adapters that were, or would be, merged into weights of 16 bits."""
-    rows = seen.looks.rows()
-    shares = [*rows[rows.what.str.match("% base")].value]
-    shares += [100 * float((_sample(base) != old).float().mean()) for base, old in seen.looks.bases]
-    changed = [share for share in shares if share]
-    if changed and (share := min(changed)) < 75:
+    shares = [100 * float((_sample(base) != old).float().mean()) for base, old in seen.looks.bases]
+    if 0 < (share := min(filter(None, shares), default=0)) < 75:
         what = f"adapters were merged into weights of 16 bits, and {share:.0f}% of their numbers changed"
         yield likely(what, "", "The rest of the update is below half a step of the base: merge into a float32 copy.")
-    elif not changed:
+    elif not any(shares):
         yield from _merged(*seen.run)
 
 
