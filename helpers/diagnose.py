@@ -1704,7 +1704,7 @@ class watch:
             self.loss.region = []
         looks, rest = divmod(self.passes - 1, self.every)
         self.inspects |= self.passes == 2 or (rest == 0 and looks in (1, 4, 16, 64, 256))
-        if self.inspects and self.saved["gradients"]:  # else it is another network's, as a GAN has two
+        if self.inspects and self.saved["gradients"] and not self.problem:  # another network's pass has none
             self.inspects = False
             _inspect(self)
         if self.passes % self.every == 0:
@@ -2208,7 +2208,8 @@ def _made_in(seen):
         seen.saved["usual"] = _ops_made(seen.model, seen.good | {"gradients": {}})[0] if made and seen.good else []
     if failed:
         seen.tell(note(failed))
-    return made, seen.saved["usual"], seen.saved["batch"]
+    batch = ((), {}) if _kinds(seen.saved["gradients"].values()) else seen.saved["batch"]  # those came in bad already
+    return made, seen.saved["usual"], batch
 
 
 def _already_there(seen):
@@ -2298,8 +2299,6 @@ def _where_raised(model, error):
 def _inspect(seen):
     """Do the pass again and look at each op of it."""
     saved = seen.saved
-    if seen.problem:
-        return
     found = _gradients({name: weight for name, weight in seen.trained.items() if weight.dim() > 1})
     zero = [name for name, gradient in found.items() if _largest([gradient]) == 0]
     zero = zero if not _kinds(saved["gradients"].values()) else []
