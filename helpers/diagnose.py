@@ -1126,11 +1126,11 @@ class _Loss:
         for node in passed:
             kept = any(isinstance(each, torch.Tensor) for each in _saved(node).values())
             sources = [source for source, _ in node.next_functions]
-            unknown += ["a number that needs no gradient"] * (None in sources and not kept)
             for source in filter(None, sources):
                 ends = hasattr(source, "variable") or "output" in source.metadata
                 if not ends and "result" not in _saved(source):
                     (passed if _passes_on(source) else unknown).append(source)
+            unknown += ["a number that needs no gradient"] * (None in sources and not kept)
         names = dict.fromkeys(each if isinstance(each, str) else f"{_op(each)} before it" for each in unknown)
         words = f"in the loss: {words}" + (f", if it was not {' or '.join(names)}" if unknown else "")
         return Origin("loss", "", _op(maker), words, why="guess" if unknown else "")
