@@ -33,6 +33,7 @@ from helpers.autocast import Autocast, KernelsOfCuda, in_words, on_device, tenso
 GPUS = pd.DataFrame(
     [
         ("V100", 16, 6, 900, 15.7, math.nan, 125, math.nan, "NVIDIA V100 datasheet, V100 SXM2"),
+        ("T4", 16, 4, 320, 8.1, math.nan, 65, math.nan, "NVIDIA Turing whitepaper, Tesla T4"),
         ("RTX 3090", 24, 6, 936, 35.6, 35.6, 71, 71, "NVIDIA GA102 whitepaper, appendix A, RTX 3090"),
         ("A100", 80, 40, 2039, 19.5, 156, 312, 312, "NVIDIA A100 datasheet, A100 80GB SXM"),
         ("RTX 4090", 24, 72, 1008, 82.6, 82.6, 165.2, 165.2, "NVIDIA Ada whitepaper, appendix A, RTX 4090"),
