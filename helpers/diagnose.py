@@ -411,8 +411,8 @@ def _states(model, optimizers, scaler):
         name, states = type(one).__name__, [one.state.get(weight, {}) for weight in group["params"]]
         squares = [state["exp_avg_sq"] for state in states if "exp_avg_sq" in state]
         eps, beta, rate = group.get("eps", 1), group.get("betas", (0, 0))[-1], float(group.get("lr", 1))
-        fp16 = any(weight.dtype == FP16 for weight in group["params"]) and not group.get("fused")
-        if fp16 and 0 < eps <= ZERO:
+        fp16 = any(weight.dtype == FP16 for weight in group["params"]) and all(each.dtype == FP16 for each in squares)
+        if fp16 and 0 < eps <= ZERO and not group.get("fused"):
             cost = "Where the second moment is 0 too, the step divides by 0: inf or NaN. FP32 weights, or eps=1e-4."
             yield certain(f"{name}'s eps = {eps:g} is 0 in fp16", "", cost, "Weights are NaN after one step of Adam")
         masters = [pair for state in states for pair in state.items() if re.search("master|fp32", str(pair[0]))]

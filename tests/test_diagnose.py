@@ -262,6 +262,14 @@ def test_a_step_counter_in_16_bits():
     assert "counter" not in str(audit(*stepped(2)))
 
 
+def test_a_model_that_was_halved_after_its_training_is_not_accused_of_adam_s_eps():
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+    assert "eps" not in str(audit(model.half(), optimizer))
+
+
 def test_adam_in_16_bits_and_decay_that_is_lost():
     model = network().half()
     row = says(model, "Adam's eps = 1e-08 is 0", "certain", torch.optim.Adam(model.parameters()))
