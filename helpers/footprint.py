@@ -614,8 +614,7 @@ def on_gpu(ops, gpu, precision, launch=0.0, cache=False):
     arithmetic, traffic = ops.flops / rate / 1e12, moved / peaks.bandwidth / 1e9
     ops = ops.assign(intensity=ops.flops / ops.bytes, seconds=np.maximum(arithmetic, traffic))
     ops["bound"] = np.where(arithmetic > traffic, "compute", "memory")
-    done = asked = 0.0
-    idle = []
+    done, asked, idle = 0.0, 0.0, []
     for seconds in ops.seconds:
         asked += launch
         idle.append(max(0.0, asked - done))
