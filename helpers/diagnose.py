@@ -1470,6 +1470,10 @@ class _Looks:
         self.on = self.due = self.sums_due = False  # until the backward; an update; a sum over passes was looked at
         self.before = []  # weights before a step: name, weight, sample, where its gradient is not 0
         self.longest = {}  # that Adam takes, by id of a weight
+        self.old, self.stale = (
+            [],
+            False,
+        )  # gradients that a step used, to which a backward added; whether a step used them
         self.without, self.moves_without = [], False  # weights before a step without gradients; whether it moved them
         self.dtypes, self.cut, self.missing = {}, set(), None  # of outputs; modules and weights without a gradient
         self.copies, self.bases = [], []  # as `_copies` finds them; what adapters are merged into, and its first sample
@@ -1508,8 +1512,8 @@ class _Looks:
         """`stepped`: whether a step has used the gradients that are there."""
         found = _gradients(self.seen.trained) if self.on or self.sums_due else {}
         stepped = stepped and len(self.seen.optimizers) == 1  # of several, one's backward may pass through all
-        used = [each for each in found.values() if not each.is_sparse] if self.on and stepped else []
-        used = [(gradient, _sample(gradient)) for gradient in used]
+        used = [(each, _sample(each)) for each in found.values() if self.on and stepped and not each.is_sparse]
+        self.old = [each for each in self.old if each() is not None and _sample(each()).any()]  # not set to zero since
         sums = {name: each for name, each in found.items() if each.dtype in SIXTEEN and type(each) is torch.Tensor}
         sums = {name: (_sample(each), []) for name, each in sums.items()} if self.sums_due else {}
         keep = lambda added: lambda gradient: added.append(_sample(gradient))
@@ -1520,9 +1524,7 @@ class _Looks:
         finally:
             for hook in hooks:
                 hook.remove()
-        added = [sample.norm() for gradient, sample in used if not torch.equal(_sample(gradient), sample)]
-        if used:  # of those to which this backward has added, the largest norm
-            self.now["", "old gradient"] = torch.stack(added).max() if added else torch.zeros(())
+        self.old += [weakref.ref(gradient) for gradient, sample in used if not torch.equal(_sample(gradient), sample)]
         for name, (before, added) in sums.items():
             if added:
                 lost = _percent(_sample(self.seen.trained[name].grad) == before, added[0] != 0)
@@ -1544,6 +1546,7 @@ class _Looks:
         if self.due and not self.before:
             self.note_norm("norm at the step")
             found = _gradients(self.seen.trained)
+            self.stale |= not {id(each()) for each in self.old}.isdisjoint(map(id, found.values()))
             weights = [(name, self.seen.trained[name]) for name, gradient in found.items() if not gradient.is_sparse]
             weights = [(name, weight) for name, weight in weights if _local(weight).numel()]  # not an empty shard
             weights.sort(key=lambda pair: pair[1].numel())  # of a module's weights the largest is kept
@@ -1554,6 +1557,7 @@ class _Looks:
             if not found:  # it may step by gradients of its own
                 self.without = [(each, _sample(each)) for each in self.seen.trained.values() if _local(each).numel()]
             self.missing = missing if self.missing is None else self.missing & missing
+        self.old = []
 
     def read_updates(self):
         """What the last step did to the weights."""
@@ -2520,7 +2524,7 @@ def _norms_seen(seen):
     if len(at_step) and (at_step == 0).all():
         cost = "zero_grad stands between backward and step, or a hook clears them."
         yield certain("gradients are 0 at the step, and were not after the backward", "", cost)
-    if get("old gradient").max() > 0:
+    if seen.looks.stale:
         cost = "Gradients that a step has used are still there at the next backward, which adds to them."
         yield likely("gradients are not set to zero", "", cost, "Training diverges without GradScaler")
     moved = get("moved")

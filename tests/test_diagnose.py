@@ -914,6 +914,24 @@ def test_misplaced_lines_are_seen():
     found(seen, "gradients are not set to zero", "likely")
 
 
+@pytest.mark.parametrize("none", [True, False])
+@pytest.mark.parametrize("clears", [True, False])
+def test_gradients_that_another_network_leaves_are_cleared_before_the_step(clears, none):
+    maker, critic = network(), network()
+    makes, judges, x = sgd(maker, lr=1e-3), sgd(critic, lr=1e-3), torch.rand(4, 8)
+    with watch(critic, judges, every=1, save=None) as seen:
+        for _ in range(6):
+            if clears:
+                judges.zero_grad(set_to_none=none)
+            (critic(x) - critic(maker(x).detach())).square().mean().backward()
+            judges.step()
+            makes.zero_grad()
+            critic(maker(x)).square().mean().backward()
+            makes.step()
+    words = "gradients are not set to zero"
+    assert clears is (words not in str(seen))
+
+
 def in_float32(x):
     """A product that is taken out of autocast."""
     with torch.autocast("cpu", enabled=False):
