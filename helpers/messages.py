@@ -18,7 +18,7 @@ TRY = "Try a few words of the line that names the error. Or ask by symptom, or l
 WAYS = ["My loss is NaN", "My loss scale falls or grows", "My run learns worse, or not at all"]  # the clinic's
 WAYS += ["My step is not faster", "My memory did not drop", "What is used here: audit and watch"]
 ARROW = "\N{RIGHTWARDS ARROW}"
-QUOTE = "[\"'`\N{LEFT SINGLE QUOTATION MARK}\N{RIGHT SINGLE QUOTATION MARK}]?"
+QUOTE = "\\\\?[\"'`\N{LEFT SINGLE QUOTATION MARK}\N{RIGHT SINGLE QUOTATION MARK}]?"  # \" in a log's JSON
 WIDTH, LINE, HEIGHT = 520, 17, 15 * 17  # pixels; so wide are charts on a phone
 FLAGS = re.IGNORECASE | re.ASCII  # as a browser's expressions understand \b
 
@@ -43,7 +43,7 @@ def load(kind="message"):
         table["said"] = (table.message + " " + table.also.str.join(" ")).str.lower()
         later = (table.kind == "log") | table.kind.str.endswith("Warning")
         table = table.loc[later.sort_values(kind="stable").index].reset_index(drop=True)
-    table["pattern"] = table.pattern.str.replace(r"[\"'`]\??", QUOTE, regex=True).str.replace(" ", r"\s*")
+    table["pattern"] = table.pattern.str.replace(r"[\"'`]\??", lambda _: QUOTE, regex=True).str.replace(" ", r"\s*")
     return table
 
 

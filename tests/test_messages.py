@@ -111,6 +111,14 @@ def started(dtype=torch.float32):
     return torch.optim.SGD(model.parameters(), 0.1), scaler
 
 
+def step_with_moments(dtype):
+    weight = nn.Parameter(ones(4))
+    optimizer, weight.grad = torch.optim.AdamW([weight], foreach=True), ones(4)
+    optimizer.step()
+    optimizer.state[weight]["exp_avg"] = ones(4, dtype=dtype)
+    optimizer.step()
+
+
 @contextmanager
 def process_group():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -155,6 +163,7 @@ RAISERS = {  # what raises, warns of or logs the message of that name
         ones(1, 2, 2), ones(1, 2, 2, dtype=BF16), ones(1, 2, 2, dtype=BF16)
     ),
     "prelu-type-promoting-not-supported": lambda: nn.PReLU()(ones(2, dtype=HALF)),
+    "tensors-of-the-same-index-must-be-on-the-same-device": lambda: step_with_moments(HALF),
     "expected-dtype-float-for-end-lerp": lambda: ones(2).lerp_(ones(2, dtype=HALF), 0.5),
     "found-dtype-float-but-expected-half": lambda: F.binary_cross_entropy(ones(2, dtype=HALF), ones(2)),
     "expected-out-tensor-to-have-dtype": lambda: torch.mm(ones(2, 2), ones(2, 2), out=ones(2, 2, dtype=HALF)),
@@ -637,6 +646,9 @@ def test_each_message_and_each_of_its_forms_is_found_first():
 PASTED = {  # as people write in issues, of their own dtypes, shapes and ranks
     '  File "train.py", line 88\n    scaler.unscale_(optimizer)\nValueError: Attempting to unscale FP16 gradients.': (
         "attempting-to-unscale-fp16-gradients"
+    ),
+    r'{"error": "\"_amp_foreach_non_finite_check_and_unscale_cuda\" not implemented for \'BFloat16\'"}': (
+        "amp-unscale-not-implemented-for-bfloat16"
     ),
     "[rank3]:   return F.linear(input, self.weight, self.bias)\n[rank3]: RuntimeError: mat1 and mat2 must have the "
     "same dtype, but got Float and BFloat16": "mat1-and-mat2-must-have-the-same-dtype",
