@@ -531,7 +531,8 @@ def _modules(model, optimizers, scaler):
         cost = "bf16 counts to 256 and fp16 to 2048 in steps of 1: later positions fall together."
         yield likely("positions in 16 bits", places, cost)
     if running := [name for name in buffers if "running_" in name]:
-        yield likely("running statistics in 16 bits", running, "They stop moving near their value.")
+        say = likely if model.training else note
+        yield say("running statistics in 16 bits", running, "In training they stop moving near their value.")
 
 
 def _sharding(model, optimizers, scaler):
@@ -1200,17 +1201,18 @@ class _Calls:
             if (self.seen.passes or self.taken) and not self.scaled:
                 cost = "Gradients are divided by a scale that the loss was not multiplied by."
                 self.tell("backward was called on a loss that scaler.scale has not seen", cost)
-            if self.kept and self.unscaled[optimizer]:
-                where = f"unscale_ was called {self.unscaled[optimizer] + 1} times for one step"
-                cost = "Earlier gradients are divided by the scale again: nearly nothing is left. Call it once."
-                self.tell("unscale_ is called on gradients that it unscaled already", cost, where)
             if self.scaled and self.not_scaled:
                 cost = "Its gradients are divided by a scale that it was not multiplied by: scale each loss."
                 what = f"of {self.scaled + self.not_scaled} losses for one step, {self.not_scaled} were not scaled"
                 self.tell(what, cost, say=certain if len(self.seen.optimizers) < 2 else likely)
-            self.seen.looks.note_norm("norm before unscale_")
+            if not self.unscaled and not self.stepped:  # all gradients are scaled yet
+                self.seen.looks.note_norm("norm before unscale_")
             self.unscaled[optimizer] += 1
-        return original(scaler, optimizer)
+        original(scaler, optimizer)  # it may refuse
+        if scaler.is_enabled() and self.kept and self.unscaled[optimizer] > 1:
+            where = f"unscale_ was called {self.unscaled[optimizer]} times for one step"
+            cost = "Earlier gradients are divided by the scale again: nearly nothing is left. Call it once."
+            self.tell("unscale_ is called on gradients that it unscaled already", cost, where)
 
     def step(self, original, scaler, optimizer, *args, **kwargs):
         self.tries += not self.seen.optimizers or optimizer is self.seen.optimizers[0]
@@ -1329,7 +1331,8 @@ class _Between(TorchDispatchMode):
         old = [each for each in pair if each in self.given and not each.requires_grad]
         if len(pair) == 2 and len(old) == 1 and {each.requires_grad for each in pair} == {True, False}:
             now = _dtype_within(self.seen.saved["autocast"], self.seen.plain)
-            if now != then:
+            apart = (pair[0].detach().float() - pair[1].detach().float()).abs().median()
+            if now != then and 20 * _spacings(old[0].float(), now if now in SIXTEEN else then).median() > apart:
                 what = f"{op} of outputs in {_short(now)} and of the model's in {_short(then)}, without gradients"
                 cost = "Part of the difference is the other precision, as of log-probabilities: compute both alike."
                 yield likely(what, "in the loss", cost)
@@ -1359,10 +1362,11 @@ def _added(where, before, right, output):
     off = ~((got - more).abs() <= more / 10) & more.isfinite()
     lost = (got - more)[off].abs().sum() > more[more.isfinite()].sum() / 5
     if lost or 2 * off.sum() > (more != 0).sum():
-        total, got, more = (float(each[off].max()) for each in (output.abs(), got, more))
+        none, place = not got[off].any(), more.masked_fill(~off, -1).argmax()
+        total, got, more = (float(each.reshape(-1)[place]) for each in (output.abs(), got, more))
         what = f"a sum in {_short(output.dtype)} that has come to {total:g} takes up {got:.3g} for {more:.3g}"
-        cost = "What is added is rounded away, as in a metric or a running loss: sum in float32, count in integers."
-        yield (certain if not got and "between" in where else likely)(what, where, cost)
+        cost = "What is added is rounded away, as in a metric, an average of weights, a sampler's steps: use float32."
+        yield (certain if none and "between" in where else likely)(what, where, cost)
 
 
 def _compared(op, args):
@@ -1430,7 +1434,7 @@ def _copies(model):
     Each as pairs of a copy and its weight, and a sample of the copies."""
     tensors, near = [each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter)], []
     low = [each for each in tensors if each.dtype in SIXTEEN and each.is_leaf]
-    own = {_local(each).untyped_storage().data_ptr() for each in (*model.parameters(), *model.buffers())}
+    own = {_local(each).untyped_storage().data_ptr() for each in _trained(model).values()}  # an average may be a part
     low = [each for each in low if each.layout is torch.strided and each.untyped_storage().data_ptr() not in {0, *own}]
     for weight in [each for each in _trained(model).values() if type(each) is nn.Parameter]:
         sample = _sample(weight)
@@ -1665,12 +1669,13 @@ class watch:
 
     def __exit__(self, kind, error, trace):
         if isinstance(error, Exception) and not isinstance(error, NonFinite):
-            self.error = _where_raised(self.plain, error)
+            self.error = _where_raised(self, error)
             error.add_note(f"watch: {self.error}")
         self.stop(check=kind is None)
 
     def start(self):
         self.weights = dict(self.plain.named_parameters())
+        self.dtypes = {name: weight.dtype for name, weight in self.weights.items()}
         self.trained = {name: weight for name, weight in _trained(self.plain).items() if weight.numel()}
         self.first_norms = _norms(self.trained.values())
         self.looks.copies = _copies(self.plain)
@@ -1882,6 +1887,7 @@ class _Hooks:
         self.seen, self.undo, self.watched = seen, [], []
         self.labels, self.values, self.pending = [], [], []  # (kind, name) and number; whole passes
         self.inside = self.muted = self.forward_seen = self.stepped = self.step_in_autocast = False
+        self.not_judged = -1  # the pass after which another backward, as of the same forward, was not looked at
         self.evaluation = self.evaluated = torch.zeros((), device=seen.device)
 
     def attach(self):
@@ -2022,6 +2028,7 @@ class _Hooks:
     def _backward(self, original, tensors, *args, **kwargs):
         """Stands in for torch.autograd.backward."""
         if self.is_off() or (self.forward_seen and not self.labels):
+            self.not_judged = self.seen.passes
             return original(tensors, *args, **kwargs)
         self._before_backward(tensors)
         # What is recomputed for checkpointing does not count.
@@ -2227,8 +2234,8 @@ def _already_there(seen):
         return _bad_input(*seen.saved["batch"])
     why = "before the first step"
     if seen.steps or seen.passes:
-        gradients = "bad" if seen.bad_pass == seen.passes else "finite"
-        why = f"a step or a statistic made them so; the gradients before it were {gradients}"
+        why, gradients = "a step or a statistic made them so", "bad" if seen.bad_pass == seen.passes else "finite"
+        why += f"; the gradients before it were {gradients}" if seen.hooks.not_judged < seen.passes else ""
     return Origin("weights", _module_of(bad[0]), "", f"in the weights already ({why}): {_some(bad)}")
 
 
@@ -2285,16 +2292,27 @@ RAISED = {  # what an error says, and what it means
 }
 
 
-def _where_raised(model, error):
+def _where_raised(seen, error):
     """A Finding of an error that stopped the run: the innermost module in its traceback, and what it means."""
-    names, inside, own = {id(module): name for name, module in model.named_modules()}, "", ""
+    names, inside, own = {id(module): name for name, module in seen.plain.named_modules()}, "", ""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         inside = names.get(id(frame.f_locals.get("self")), inside)
         if frame.f_code.co_name == "backward" and "ctx" in frame.f_locals:
             own = " It was raised in a backward of one's own, which runs outside of autocast: torch.amp.custom_bwd."
     said = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}".rstrip(".: ")
     means = next((means for words, means in RAISED.items() if re.search(words, said)), "")
-    return certain(f"the run stopped with {said}", inside, means + own * means.startswith("Two dtypes"))
+    if means.startswith("Two dtypes"):
+        means += own
+        now = [
+            f"{name} is {_short(each.dtype)}" for name, each in seen.weights.items() if each.dtype != seen.dtypes[name]
+        ]
+        means += (
+            f" Weights were cast since the watch began: {_some(now)}. `.to` changes the model: cast a copy." * bool(now)
+        )
+    if means.startswith("No weight"):
+        bare = [name for name, each in seen.trained.items() if each.grad is None]
+        means += f" Without a gradient: {_some(sorted({_module_of(name) for name in bare}))}; a detach?" * bool(bare)
+    return certain(f"the run stopped with {said}", inside, means)
 
 
 # and, while all is finite, for what its ops hide, and why gradients are 0
@@ -2331,6 +2349,11 @@ def _inspect(seen):
         seen.coarse.setdefault((each.where, each.what.split()[0]), each)
     seen.tell(*_deaf(seen, gradients, doubled))
     if zero and not seen.zero:
+        if "format" in ops.zeros:  # what underflows comes back where the loss is large
+            with suppress(Exception), seen.hooks.quiet():
+                larger = [_again(seen.model, saved, nullcontext(), times) for times in (2**8, 2**14)]
+                if not any(_largest([each[name]]) > 0 for each in larger for name in zero if name in each):
+                    del ops.zeros["format"]
         seen.zero = _why_zero(seen, zero, saved, ops.zeros, gradients)
 
 
@@ -2385,6 +2408,7 @@ def _why_zero(seen, zero, saved, zeros, right):
         cost = f"There they are up to {max(sizes.values()):.2g}. A hook loses them, as one of DDP that casts to fp16."
         return certain(what, _whole(seen.plain, lost), cost)
     if "format" in zeros:
+        underflow = "They underflow, though the loss is scaled: by too little." if _is_on(seen.scaler) else underflow
         return certain(f"gradients that underflow to 0: {zeros['format']}", where, underflow)
     if empty := [name for name in zero if _largest([seen.weights[name]]) == 0]:
         cost = "No underflow: no scale helps. They stay 0, and pass nothing on. Start them with other numbers."
@@ -2616,7 +2640,9 @@ def _unseen(seen):
     forward = seen.hooks.forward_seen or seen.problem or seen.error
     unseen = {
         "saw nothing: neither the model's forward nor a backward was called": not (seen.passes or forward),
-        "saw nothing of backward: torch.autograd.backward was not called": not (seen.passes or seen.problem),
+        "saw nothing of backward: torch.autograd.backward was not called": not (
+            seen.passes or seen.problem or seen.error
+        ),
         "saw nothing of forward: another module was called, or the compiled one": not forward,
         "saw nothing of updates: the optimizer took no step": not (seen.steps or seen.problem),
     }
