@@ -2063,3 +2063,94 @@ def test_two_processes_stop_together(tmp_path, monkeypatch):
         assert "fsdp 4 4 ['0', '1', '2', '3']" in text
         assert "an input is bfloat16, up to 1,000, where neighbours are 4 apart" in text
     assert run.printed[1].endswith("in the input: args.0\n")
+
+
+class WithAverage(nn.Module):
+    """A network and an average of its weights, in one model."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.net = network()
+        self.average = copy.deepcopy(self.net).to(dtype).requires_grad_(False)
+
+    def forward(self, x):
+        return self.net(x)
+
+    @torch.no_grad()
+    def follow(self):
+        for kept, weight in zip(self.average.parameters(), self.net.parameters()):
+            kept.lerp_(weight.to(kept.dtype), 0.001)
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_an_average_may_be_a_part_of_the_model(dtype):
+    model = WithAverage(dtype)
+    optimizer = torch.optim.Adam(model.net.parameters(), lr=0.03)
+    with watch(model, optimizer, every=10, save=None) as seen:
+        for _ in range(60):
+            train(model, optimizer, loss=lambda output: (output - 3).square().mean())
+            model.follow()
+    assert ("a copy of the weights in 16 bits" in str(seen)) == (dtype == BF16)
+
+
+def test_a_gradient_that_is_0_and_that_rounding_alone_would_make_is_no_underflow():
+    """All tokens are alike, so attention's weights change nothing."""
+    project = nn.Linear(8, 24)
+
+    def attend(x):
+        q, k, v = project(x)[:, None].chunk(3, -1)
+        return F.scaled_dot_product_attention(q, k, v)
+
+    model = network(Op(attend))
+    model.project = project
+    alike = torch.rand(1, 1, 8).expand(2, 5, 8)
+    with watch(model, sgd(model), scaler(init_scale=2.0), save=None) as seen:
+        for _ in range(3):
+            with torch.autocast("cpu", torch.float16):
+                loss = model(alike).square().mean()
+            seen.scaler.scale(loss).backward()
+    assert "underflow" not in str(seen)
+
+
+def test_of_two_optimizers_the_one_stepped_first_takes_no_norm_away():
+    one, two, mine = network(), network(), scaler()
+    both = nn.ModuleList([one, two])
+    optimizers = [sgd(one, lr=1e-3), sgd(two, lr=1e-3)]
+    with watch(both, optimizers, mine, every=1, save=None) as seen:
+        for _ in range(3):
+            both.zero_grad()
+            x = torch.rand(4, 8)
+            mine.scale((one(x) + two(x)).square().mean()).backward()
+            for optimizer in optimizers:
+                mine.step(optimizer)
+            mine.update()
+    assert "between backward and unscale_" not in str(seen)
+
+
+def test_an_unscale_that_is_refused_has_divided_nothing():
+    model, mine = network(), scaler()
+    optimizer = sgd(model)
+    with pytest.raises(RuntimeError, match="already been called"), watch(model, optimizer, mine, save=None) as seen:
+        for _ in range(2):
+            mine.scale(squares(model(torch.rand(4, 8)))).backward()
+            mine.unscale_(optimizer)
+    found(seen, "a backward adds scaled gradients", "certain")
+    assert "unscaled already" not in str(seen)
+
+
+def test_an_error_of_dtypes_names_weights_that_were_cast_meanwhile():
+    model = network()
+    with pytest.raises(RuntimeError) as caught, watch(model, sgd(model), save=None):
+        model(torch.rand(4, 8)).sum().backward()
+        model.bfloat16()  # as for a file
+        model(torch.rand(4, 8))
+    assert "Weights were cast since the watch began: 0.weight is bfloat16" in caught.value.__notes__[0]
+
+
+def test_no_inf_checks_names_the_weights_without_a_gradient():
+    maker, critic, mine = network(), network(), scaler()
+    both = nn.ModuleDict({"maker": maker, "critic": critic})
+    with pytest.raises(AssertionError) as caught, watch(both, [sgd(maker), sgd(critic)], mine, save=None) as seen:
+        mine.scale(squares(critic(maker(torch.rand(4, 8)).detach()))).backward()
+        mine.step(seen.optimizers[0])
+    assert "Without a gradient: maker.0, maker.2; a detach?" in caught.value.__notes__[0]
