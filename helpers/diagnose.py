@@ -2351,8 +2351,10 @@ def _inspect(seen):
     if zero and not seen.zero:
         if "format" in ops.zeros:  # what underflows comes back where the loss is large
             with suppress(Exception), seen.hooks.quiet():
-                larger = [_again(seen.model, saved, nullcontext(), times) for times in (2**8, 2**14)]
-                if not any(_largest([each[name]]) > 0 for each in larger for name in zero if name in each):
+                larger = {times: _again(seen.model, saved, nullcontext(), times) for times in (2**8, 2**14)}
+                least = 1e-6 * _largest(saved["gradients"].values())  # less is what rounding makes
+                sizes = {n: _largest([each[name] for name in zero if name in each]) for n, each in larger.items()}
+                if not any(size > n * least for n, size in sizes.items()):
                     del ops.zeros["format"]
         seen.zero = _why_zero(seen, zero, saved, ops.zeros, gradients)
 
