@@ -580,16 +580,17 @@ def ring(held, title):
     _show([boxes, sums, words], [step], title, text, offset=24, width=WIDTH - 80, height=44 * world)
 
 
-def switches(lines, runs, title):
+def switches(lines, runs, title, off=None):
     """A loop with a switch a line: what each line leaves in the gradients, and above the loop how it ends.
 
-    `lines` are pairs: a line, and what stands there without it ("": nothing). `runs` maps a tuple of 0 and 1, one a
-    line, to `(sizes, says)`: the size of the gradients after each line that is reached (1: true, 0: there are none),
-    and a sentence.
+    `lines` are pairs: a line, and what stands there without it ("": nothing); the one numbered `off` is off at first.
+    `runs` maps a tuple of 0 and 1, one a line, to `(sizes, says)`: the size of the gradients after each line that is
+    reached (1: true, 0: there are none), and a sentence.
     """
     names = [f"line{'abcdefghijklm'[row]}" for row in range(len(lines))]
     inputs = [
-        alt.param(name, value=True, bind=alt.binding_checkbox(name=line)) for name, (line, _) in zip(names, lines)
+        alt.param(name, value=row != off, bind=alt.binding_checkbox(name=lines[row][0]))
+        for row, name in enumerate(names)
     ]
     rows = pd.DataFrame([{"row": row, "on": on, "off": off or f"# {on}"} for row, (on, off) in enumerate(lines)])
     ends = [{"key": "".join(map(str, on)), "left": [*map(_size, sizes)], "says": s} for on, (sizes, s) in runs.items()]
