@@ -588,10 +588,8 @@ def switches(lines, runs, title, off=None):
     reached (1: true, 0: there are none), and a sentence.
     """
     names = [f"line{'abcdefghijklm'[row]}" for row in range(len(lines))]
-    inputs = [
-        alt.param(name, value=row != off, bind=alt.binding_checkbox(name=lines[row][0]))
-        for row, name in enumerate(names)
-    ]
+    ticks = [alt.binding_checkbox(name=line) for line, _ in lines]
+    inputs = [alt.param(name, value=row != off, bind=ticks[row]) for row, name in enumerate(names)]
     rows = pd.DataFrame([{"row": row, "on": on, "off": off or f"# {on}"} for row, (on, off) in enumerate(lines)])
     ends = [{"key": "".join(map(str, on)), "left": [*map(_size, sizes)], "says": s} for on, (sizes, s) in runs.items()]
     base = alt.Chart(rows).transform_calculate(key=" + ".join(["''", *(f"({name} ? 1 : 0)" for name in names)]))
