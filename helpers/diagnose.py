@@ -540,7 +540,8 @@ def _sharding(model, optimizers, scaler):
     for name, module in model.named_modules():
         if (policy := _policy(module)) and policy.param_dtype:
             words = f"param_dtype {_short(policy.param_dtype)}, reduce_dtype {_short(policy.reduce_dtype)}"
-            if policy.param_dtype in SIXTEEN and policy.reduce_dtype in (None, *SIXTEEN):
+            own = next(module.parameters()).dtype if torch.__version__ >= "2.15" else policy.param_dtype
+            if policy.param_dtype in SIXTEEN and (policy.reduce_dtype or own) in SIXTEEN:
                 yield likely(f"FSDP2 reduces gradients in 16 bits: {words}", [name], "Set reduce_dtype=torch.float32.")
             else:
                 yield note(f"FSDP2's policy: {words}", [name])
@@ -2266,7 +2267,8 @@ def _place(seen, phase, bad, intact):
 
 CASES = {  # the clinic's, by what the words of an Origin hold
     "all of it is masked": "Attention is NaN for rows of padding",
-    r"mm made inf \(float16|convolution made inf \(float16": "Convolution gives inf in fp16",
+    r"convolution made inf \(float16": "Convolution gives inf in fp16",
+    r"mm made inf \(float16": "Model trained in bf16 gives NaN in fp16",
     r"in the loss: (mul|pow|mseloss) made inf \(float16": "Loss is inf but every output is finite",
     "divides by 0.* where float32 may": "Normalized vectors are NaN in fp16",
     "backward.*sqrt": "Loss scale falls in every step",
@@ -2301,14 +2303,10 @@ def _where_raised(seen, error):
             own = " It was raised in a backward of one's own, which runs outside of autocast: torch.amp.custom_bwd."
     said = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}".rstrip(".: ")
     means = next((means for words, means in RAISED.items() if re.search(words, said)), "")
-    if means.startswith("Two dtypes"):
-        means += own
-        now = [
-            f"{name} is {_short(each.dtype)}" for name, each in seen.weights.items() if each.dtype != seen.dtypes[name]
-        ]
-        means += (
-            f" Weights were cast since the watch began: {_some(now)}. `.to` changes the model: cast a copy." * bool(now)
-        )
+    means += own * means.startswith("Two dtypes")
+    if means.startswith(("Two dtypes", "What trains")):
+        now = [f"{n} is {_short(each.dtype)}" for n, each in seen.weights.items() if each.dtype != seen.dtypes[n]]
+        means += f" Weights were cast since the watch began: {_some(now)}. `.to` casts the model itself." * bool(now)
     if means.startswith("No weight"):
         bare = [name for name, each in seen.trained.items() if each.grad is None]
         means += f" Without a gradient: {_some(sorted({_module_of(name) for name in bare}))}; a detach?" * bool(bare)
@@ -2623,7 +2621,7 @@ def _too_large(seen):
         what = f"a single step, in pass {by_pass.idxmax():,}, changed weights by {by_pass.max():.2g} of their size"
         cost = "The optimizer had other numbers than the model: masters or states from before a checkpoint was loaded, "
         yield likely(f"{what}, others by {by_pass.median():.2g}", "", f"{cost}or second moments that fp16 made 0.")
-    if not seen.problem and (growth := _growth(seen)):
+    if not seen.problem and len(seen.trend) > 9 and (growth := _growth(seen)):
         yield likely(f"training diverges: {growth}", "", CALM)
 
 
