@@ -517,8 +517,8 @@ def _modules(model, optimizers, scaler):
     eps = {name: getattr(part, "eps", None) or 1 for name, part in fp16.items()}
     if eps := [f"{name}.eps = {value:g}" for name, value in eps.items() if value <= ZERO]:
         yield likely("an eps that is 0 in fp16", eps, "It guards no division.", "Normalized vectors are NaN in fp16")
-    named = [*model.named_parameters(), *model.named_buffers()]
-    for name, each in [pair for pair in named if pair[1].dtype in SIXTEEN and pair[1].dim() == 1]:
+    named = dict([*model.named_parameters(), *model.named_buffers()])
+    for name, each in [pair for pair in named.items() if pair[1].dtype in SIXTEEN and pair[1].dim() == 1]:
         values, steps = _sample(each).unique(), _sample(each).diff()
         decays = 1 < len(values) < each.numel() / 2 and values[0] > 0.9 and values[-1] <= 1
         in_order = 8 < len(values) < 0.9 * len(steps) and bool((steps <= 0).all() or (steps >= 0).all())
@@ -527,7 +527,11 @@ def _modules(model, optimizers, scaler):
             cost = "As decays or a schedule they are coarse, and 1 forgets nothing. Keep them in float32."
             yield likely(f"{what}{_short(each.dtype)}", name, cost)
     buffers = [name for name, buffer in model.named_buffers() if buffer.dtype in SIXTEEN]
-    if places := [name for name in buffers if re.search("inv_freq|position|rotary|freqs", name)]:
+    for dtype, far, say in ((BF16, 512, likely), (FP16, 4096, note)):  # where an angle may be off by 1
+        if places := [name for name in buffers if re.search("inv_freq|freqs", name) and named[name].dtype == dtype]:
+            cost = f"Angles are off by up to 1/{far} of themselves: near position {far:,} by 1. Keep them in float32."
+            yield say(f"frequencies of positions in {_short(dtype)}", places, cost)
+    if places := [name for name in buffers if re.search("position|rotary", name) and "freq" not in name]:
         cost = "bf16 counts to 256 and fp16 to 2048 in steps of 1: later positions fall together."
         yield likely("positions in 16 bits", places, cost)
     if running := [name for name in buffers if "running_" in name]:
@@ -2637,7 +2641,7 @@ def _merges(seen):
 
 def _unseen(seen):
     """What it could not see, in words."""
-    forward = seen.hooks.forward_seen or seen.problem or seen.error
+    forward = seen.hooks.forward_seen or seen.between.evaluations or seen.problem or seen.error
     unseen = {
         "saw nothing: neither the model's forward nor a backward was called": not (seen.passes or forward),
         "saw nothing of backward: torch.autograd.backward was not called": not (

@@ -177,13 +177,16 @@ class Positions(nn.Module):
         super().__init__()
         self.norm, self.words = nn.LayerNorm(8, eps=1e-8), nn.Embedding(8, 8)
         self.register_buffer("inv_freq", torch.rand(4))
+        self.register_buffer("position_ids", torch.arange(8.0))
         self.batch = nn.BatchNorm1d(8)
 
 
 def test_modules_in_16_bits():
     report = audit(Positions().half())
     assert "norm.eps = 1e-08" in found(report, "an eps that is 0 in fp16", "likely")["where"]
-    found(report, "positions in 16 bits", "likely")
+    found(report, "frequencies of positions in float16", "note")
+    found(audit(Positions().bfloat16()), "frequencies of positions in bfloat16", "likely")
+    assert found(report, "positions in 16 bits", "likely")["where"] == "position_ids"
     found(report, "running statistics in 16 bits", "likely")
 
 
@@ -2158,3 +2161,10 @@ def test_no_inf_checks_names_the_weights_without_a_gradient():
         mine.scale(squares(critic(maker(torch.rand(4, 8)).detach()))).backward()
         mine.step(seen.optimizers[0])
     assert "Without a gradient: maker.0, maker.2; a detach?" in caught.value.__notes__[0]
+
+
+def test_an_evaluation_alone_is_no_forward_that_was_not_seen():
+    model = network().eval()
+    with torch.no_grad(), watch(model, save=None) as seen:
+        model(torch.rand(4, 8))
+    found(seen, "saw nothing of backward", "note")
