@@ -138,6 +138,7 @@ RAISERS = {  # what raises, warns of or logs the message of that name
     "autocast-target-dtype-is-not-supported": lambda: torch.autocast("cpu", torch.float32),
     "autocast-expected-device-type-of-type-str": lambda: torch.autocast(torch.device("cpu")),
     "torch-cuda-amp-autocast-is-deprecated": lambda: torch.cuda.amp.autocast(),
+    "torch-cuda-amp-custom-fwd-is-deprecated": lambda: torch.cuda.amp.custom_fwd(print),
     "expected-target-dtype-to-be-long": lambda: F.cross_entropy(ones(2, 3), ones(2)),
     "expected-tensor-for-argument-indices-to-have-scalar-types-long-int": lambda: nn.Embedding(4, 4)(
         ones(2, dtype=HALF)
