@@ -544,8 +544,8 @@ def _sharding(model, optimizers, scaler):
     for name, module in model.named_modules():
         if (policy := _policy(module)) and policy.param_dtype:
             words = f"param_dtype {_short(policy.param_dtype)}, reduce_dtype {_short(policy.reduce_dtype)}"
-            own = next(module.parameters()).dtype if torch.__version__ >= "2.15" else policy.param_dtype
-            if policy.param_dtype in SIXTEEN and (policy.reduce_dtype or own) in SIXTEEN:
+            own = {each.dtype for each in module.parameters()} if torch.__version__ >= "2.15" else {policy.param_dtype}
+            if policy.param_dtype in SIXTEEN and not {*SIXTEEN}.isdisjoint({policy.reduce_dtype} - {None} or own):
                 yield likely(f"FSDP2 reduces gradients in 16 bits: {words}", [name], "Set reduce_dtype=torch.float32.")
             else:
                 yield note(f"FSDP2's policy: {words}", [name])

@@ -181,11 +181,10 @@ def bars(values, title, unit, low=None, high=None, reference=None, named="", kin
         axes.scatter(reference, values.index, marker="|", s=700, color="#333333", zorder=3, path_effects=halo)
     elif reference is not None:
         _mark(axes, named, reference)
-    if reference is not None:  # a number stands neither across the line nor beyond it where its bar is not
-        ends = ends.mask((ends < reference) & (ends > reference - 0.12 * max(ends)), 0)
+    if reference is not None:  # no number on the line
+        ends = ends.mask((ends < reference) & (ends > reference - 0.12 * max(ends)), reference)
     for row, (number, end) in enumerate(zip(numbers, ends)):
-        color = "white" if end < values.iloc[row] else NEUTRAL
-        axes.annotate(number, (end, row), xytext=(6, 0), textcoords="offset points", va="center", color=color)
+        axes.annotate(number, (end, row), xytext=(6, 0), textcoords="offset points", va="center")
     furthest = max(ends) if reference is None else max(*ends, np.max(reference))
     axes.set(xlabel=textwrap.fill(unit, 56), xlim=(0, 1.15 * furthest))
     axes.invert_yaxis()

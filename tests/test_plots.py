@@ -67,14 +67,14 @@ def test_an_interval_that_ends_at_the_reference_contains_it(figure, low, high, g
     assert ("times; hatched: the interval contains 1" in texts(drawn)) == grey
 
 
-def test_the_reference_of_bars_is_named_and_their_numbers_are_on_their_side_of_it(figure):
+def test_the_reference_of_bars_is_named_and_their_numbers_do_not_lie_on_it(figure):
     values = pd.Series({"FP32": 1.0, "bf16": 1.62, "fp16": 0.6})
     drawn = figure(plots.bars, values, "Errors", "times", reference=1.1, named="limit")
     (line,) = drawn.axes[0].lines
     assert line.get_xdata() == [1.1, 1.1]
     assert {to_hex(line.get_color()), to_hex(line.get_gapcolor())} == {"#333333", "#ffffff"}, "seen on dark and light"
     words = {text.get_text(): text.xy for text in drawn.axes[0].texts}
-    assert words == {"1": (0, 0), "1.62": (1.62, 1), "0.6": (0.6, 2), "limit": (1.1, 1)}
+    assert words == {"1": (1.1, 0), "1.62": (1.62, 1), "0.6": (0.6, 2), "limit": (1.1, 1)}
     far = figure(plots.bars, values, "Errors", "times", reference=3, named="limit")
     assert far.axes[0].get_xlim()[1] > 3, "the line is within the picture"
 
