@@ -565,7 +565,7 @@ def ring(held, title):
             text = "\N{UPWARDS ARROW} " * came[process - 1, part] + " + ".join(whose)
             place = {"process": f"process {process}: {'abcdefgh'[process]}", "part": f"part {part}", "sum": text}
             rows.append({"step": step, **place, "has": has, "frame": 3 * int(came[process, part]), "says": says})
-    step = _slider("step", "step ", range(len(held)), 2)
+    step = _slider("step", "step ", range(len(held)), 1)
     base = _chosen(pd.DataFrame(rows), "step")
     bare = {"title": None, "scale": alt.Scale(padding=0.1)}
     x = alt.X("part:N", axis=alt.Axis(orient="top", labelAngle=0, ticks=False, domain=False), **bare)
