@@ -440,70 +440,56 @@ def walk(paths, unit, title, start):
     _show([has, dots, total, result], inputs, title, text, offset=8, width=WIDTH, height=120)
 
 
-def schedule(load, launch, ops, workers, waits, steps=60):
-    """When each part of a machine works, as rows for `timeline`: all times in ms.
+def replay(trace, fast=None):
+    """When a step's kernels ran, or would run if each were `fast` times as fast: rows for `plots.strips`, in ms.
 
-    `load`: a batch; `launch`: all of a step's launches; `ops`: the device's time for each op, which starts when it is
-    launched and the device is free. Each of `workers` has at most two batches ahead, as PyTorch's do; without any the
-    main process loads. With `waits` it does nothing more until the device is done, as `.item()` does.
+    `trace` is the results of a record of "08 published traces". A kernel starts when the CPU has launched it and the
+    kernel before has ended. The CPU never waits, but for the copy `waits_for`; of four steps the last is returned.
     """
-    rows, taken, free, main, done = [], [], {}, 0.0, 0.0
-    for step in range(steps):
-        loader = f"worker {step % workers + 1}" if workers else "main process"
-        room = taken[step - 2 * workers] if workers and step >= 2 * workers else 0.0
-        free[loader] = (max(free.get(loader, 0.0), room) if workers else main) + load
-        rows.append((loader, "load", step, free[loader] - load, free[loader]))
-        taken.append(max(main, free[loader]))
-        main = taken[-1]
-        for op in ops:
-            main += launch / len(ops)
-            done = max(main, done) + op
-        rows.append(("main process", "launch", step, taken[-1], main))
-        rows.append(("device", "compute", step, done - sum(ops), done))
-        main = done if waits else main
-    return pd.DataFrame(rows, columns=["part", "work", "step", "start", "end"])
+    times = list(zip(trace["started"], np.add(trace["started"], trace["took"])))
+    until = times[0][0] + trace["recorded"]
+    cpu = gpu = 0.0
+    for _ in range(4 if fast else 0):
+        begin, times = cpu, []
+        for number, (launched, took) in enumerate(zip(trace["launched"], trace["took"])):
+            start = max(begin + launched, gpu)
+            gpu = start + took / fast
+            times.append((start, gpu))
+            if number == trace["waits_for"]:
+                begin = gpu - launched
+        cpu = begin + trace["own"]
+        until = max(cpu + trace["launched"][0], gpu)
+    load = until - trace["launched"][0]
+    spans = [("step", times[0][0], until), ("load", load, load + trace["loading"])]
+    rows = pd.DataFrame(spans + [("compute", *time) for time in times], columns=["work", "start", "end"])
+    rows[["start", "end"]] -= times[0][0]
+    return rows
 
 
-def timeline(rows, parts, inputs, title):
-    """When each part of a machine works; inputs choose among the machines that were computed.
+def timeline(rows, parts, title):
+    """When each part of a machine works.
 
-    `rows`: a DataFrame, one row a busy time, with columns `part`, `work`, `step`, `start` and `end` (ms), and one for
-    each of `inputs`, a dict of the words beside the input by column. `parts` are named from top to bottom; the last is
-    the device: where it is idle, its line is light red. Without inputs `name` says what each time is: written on the
-    first kind of work, or above it where it is short, and shown where one points.
+    `rows`: a DataFrame, one row a busy time, with columns `part`, `work`, `name`, `start` and `end` (ms). `parts` are
+    named from top to bottom; the last is the device: where it is idle, its line is light red. `name` says what each
+    time is: written on the first kind of work, or above it where it is short, and shown where one points.
     """
-    work, device = _distinct(rows.work), parts[-1]
-    chosen = [_choice(name, text, _distinct(rows[name]), rows[name].iloc[0]) for name, text in inputs.items()]
-    rows = rows.assign(length=rows.end - rows.start).round(3)
-    if not inputs:
-        room, named = rows.length > 0.05 * rows.end.max(), rows.work == work[0]
-        rows["says"], rows["above"] = rows.name.where(named & room, ""), rows.name.where(named & ~room, "")
-    base = _chosen(rows, *inputs)
-    shades = [*["#9a9a9a", "#c4c4c4"][: len(work) - 1], COLORS["normal"], "#eba79e"]  # light, for dark digits
-    rest = "idle" if inputs else f"no {work[-1]}"
-    color = alt.Color("work:N", scale=alt.Scale(domain=[*work, rest], range=shades))
-    x = alt.X("start:Q", title="ms", scale=alt.Scale(domain=[0, float(rows.end.max())], nice=False))
+    work, device, end = _distinct(rows.work), parts[-1], float(rows.end.max())
+    rows = rows.assign(length=rows.end - rows.start, middle=(rows.start + rows.end) / 2).round(3)
+    room, named = rows.length > 0.05 * end, rows.work == work[0]
+    rows["says"], rows["above"] = rows.name.where(named & room, ""), rows.name.where(named & ~room, "")
+    rest = alt.Data(values=[{"part": device, "work": f"no {work[-1]}", "start": 0, "end": end}])
+    shades = ["#c4c4c4", COLORS["normal"], "#eba79e"]  # light, for dark words
+    color = alt.Color("work:N", scale=alt.Scale(domain=[*work, f"no {work[-1]}"], range=shades))
+    x = alt.X("start:Q", title="ms", scale=alt.Scale(domain=[0, end], nice=False))
     y = alt.Y("part:N", title=None, scale=alt.Scale(domain=parts))
-    mine = base.transform_filter(f"datum.part == '{device}'")
-    mine = mine.transform_aggregate(end="max(end)", first="min(end)", steps="count()", length="mean(length)")
-    mine = mine.transform_calculate(start="0", part=f"'{device}'", work=f"'{rest}'")
-    mine = mine.transform_calculate(pace="(datum.end - datum.first) / (datum.steps - 1)")
-    idle = mine.mark_bar().encode(x, y, x2="end:Q", color=color)
-    busy = base.mark_bar(stroke="white").encode(x, y, x2="end:Q", color=color)
-    middle = base.transform_calculate(start="(datum.start + datum.end) / 2")
-    middle = middle.mark_text(align="center", baseline="middle", fontSize=11, color="black").encode(x, y)
-    if inputs:
-        says = "format(datum.pace, '.1f') + ' ms a step; the device works '"
-        says += " + format(datum.length / datum.pace, '.0%') + ' of the time'"
-        words = mine.transform_calculate(says=says).mark_text(x=0, y=-22, fontWeight="bold").encode(text="says:N")
-        layers = [idle, busy.encode(strokeWidth=alt.value(1)), middle.encode(text="step:N"), words]
-    else:
-        edge = alt.condition(f"datum.part != '{device}'", alt.value(1), alt.value(0))
-        busy = busy.encode(strokeWidth=edge, tooltip=["name:N", "length:Q"])
-        above = middle.mark_text(angle=315, baseline="middle", yOffset=-20, fontSize=11).encode(text="above:N")
-        layers = [idle, busy, middle.encode(text="says:N"), above]
-    text = f"When each part of the machine works, with {len(inputs)} inputs: {title}."
-    _show(layers, chosen, title, text, offset=8, width=WIDTH, height=36 * len(parts))
+    edge = alt.condition(f"datum.part != '{device}'", alt.value(1), alt.value(0))
+    look = {"x": x, "y": y, "x2": "end:Q", "color": color}
+    idle = alt.Chart(rest).mark_bar().encode(**look)
+    busy = alt.Chart(rows).mark_bar(stroke="white").encode(**look, strokeWidth=edge, tooltip=["name:N", "length:Q"])
+    words = alt.Chart(rows).mark_text(fontSize=11, color="black").encode(alt.X("middle:Q", title="ms"), y)
+    layers = [idle, busy, words.encode(text="says:N")]
+    layers.append(words.mark_text(angle=315, yOffset=-20, fontSize=11).encode(text="above:N"))
+    _show(layers, [], title, f"When each part of the machine works: {title}.", offset=8, width=WIDTH, height=72)
 
 
 def pointers(stored, exact, title, start):

@@ -340,6 +340,42 @@ def pictures(rows, title):
     _show(grid[0, 0].figure, f"Rows of pictures: {title}", words)
 
 
+@in_style
+def strips(spans, row, column, title):
+    """When a device works in one step and when it rests: a strip for each value of columns `row` and `column` of a
+    DataFrame, with as much green in each ms as it computes. Where it rests it is grey while the loader works, else red.
+
+    spans: also columns `work` ("step", "load" or "compute"), `start` and `end` (ms); each strip has one "step".
+    """
+    rows, columns, words = spans[row].unique(), spans[column].unique(), {}
+    shape = {"nrows": len(rows), "ncols": len(columns), "squeeze": False, "sharex": True, "sharey": True}
+    grid = _axes(title, 1.2 + 0.6 * len(rows), **shape)
+    looks = {"computes": COLORS["normal"], "waits for the loader": "#9a9a9a", "waits for launches": "#eba79e"}
+    for (name, how), mine in spans.groupby([row, column], sort=False):
+        axes = grid[[*rows].index(name), [*columns].index(how)]
+        (_, until), *load = mine.loc[mine.work != "compute", ["start", "end"]].to_numpy()
+        busy = mine.loc[mine.work == "compute", ["start", "end"]].to_numpy()
+        done = np.append(0, np.repeat(np.diff(busy).cumsum(), 2))[:-1]  # at each start and end
+        edges = np.append(np.arange(0, until), until)
+        share = np.diff(np.interp(edges, busy.ravel(), done)) / np.diff(edges)
+        axes.stairs([1], [0, until], fill=True, color=looks["waits for launches"])
+        for span in load:
+            axes.stairs([1], span, fill=True, color=looks["waits for the loader"])
+        axes.stairs(share, edges, fill=True, color=looks["computes"])
+        words[f"{name}, {how}"] = f"{until:.0f} ms, computes {done[-1] / until:.0%}"
+        axes.set_title(words[f"{name}, {how}"], loc="left", fontsize=9)
+        axes.set(yticks=[], ylim=(0, 1), xlim=(0, spans.end.max()))
+        axes.tick_params(bottom=name == rows[-1])
+        axes.spines[["left", "bottom"]].set_visible(False)
+    for axes, name in zip(grid[:, 0], rows):
+        axes.set_ylabel(name, rotation=0, ha="right", va="center")
+    for axes, how in zip(grid[-1], columns):
+        axes.set_xlabel(f"ms, {how}")
+    patches = [plt.Rectangle((0, 0), 1, 1, color=color, label=text) for text, color in looks.items()]
+    axes.figure.legend(handles=patches, loc="outside lower left", ncols=3, frameon=False)
+    _show(axes.figure, f"Strips of a step: {title}", words)
+
+
 def show(table, digits=3):
     """Show a DataFrame or a Series as a table: text to the left, numbers to the right with `digits` significant digits,
     no index that only counts.

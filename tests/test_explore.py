@@ -14,7 +14,7 @@ import vl_convert
 from matplotlib.colors import to_rgb
 from PIL import Image
 
-from helpers import explore
+from helpers import explore, records
 from helpers.plots import COLORS, NEUTRAL
 
 
@@ -55,8 +55,8 @@ INTERVALS = pd.DataFrame(
 PATHS = {(name, update): [1.5, 1.5, 1.5 - update * 2.0**-11] for name in ("bf16", "fp16") for update in (1, 2)}
 DTYPES = pd.DataFrame({"FP32": ["fp32"] * 5, "autocast": ["fp32", "bf16", "bf16", "bf16", "fp32"]}, list("abcde"))
 BUSY = pd.DataFrame(
-    [(0, "main process", "load", 0, 0, 3), (0, "device", "compute", 0, 3, 5), (1, "device", "compute", 0, 1, 3)],
-    columns=["workers", "part", "work", "step", "start", "end"],
+    [("loop", "part", "load", 0, 9), ("loop", "part", "item", 9, 9.1), ("ops", "op", "aten::mm", 3, 5)],
+    columns=["part", "work", "name", "start", "end"],
 )
 POINTERS = {(name, position): [position, position / 10] for name in ("fp32", "bf16") for position in (3, 7)}
 OWN = torch.tensor([[1, 1], [2, 2]])
@@ -81,7 +81,7 @@ CHARTS = {
     "cast_map": (explore.cast_map, ({"one": TRACE, "long": pd.concat([TRACE] * 13)}, "Activations cast")),
     "step_graph": (explore.step_graph, (DTYPES, "A step", "autocast")),
     "walk": (explore.walk, (PATHS, 2.0**-11, "Updates", 1)),
-    "timeline": (explore.timeline, (BUSY, ["main process", "device"], {"workers": "workers "}, "Who works")),
+    "timeline": (explore.timeline, (BUSY, ["loop", "ops"], "A trace")),
     "calculator": (
         explore.calculator,
         (PARTS, STATES, {"T4": (10, 16), "A100": (65, 80)}, "Will it fit?", START),
@@ -111,8 +111,10 @@ def test_a_chart_is_stored_for_whoever_can_and_cannot_draw_it(name, chart):
     picture = Image.open(io.BytesIO(base64.b64decode(data["image/png"]))).convert("RGBA")
     assert picture.getpixel((0, 0))[3] == 0, "a white slab on a dark page"
     assert spec["config"]["title"]["color"] == NEUTRAL and not spec["config"]["axis"]["grid"], "as other figures look"
-    inputs = [param for param in spec["params"] if "bind" in param]
-    assert inputs and all(param["name"].isalpha() for param in inputs), "names that no run invents anew"
+    inputs = [param for param in spec.get("params", []) if "bind" in param]
+    assert (inputs or name == "timeline") and all(param["name"].isalpha() for param in inputs), (
+        "names that no run invents anew"
+    )
     assert data == chart(function, *arguments)[0], "the same data make the same chart"
     assert "container" not in json.dumps(spec), "JupyterLab draws such a width as 0 at times"
 
@@ -145,53 +147,63 @@ def test_skipped_steps_look_skipped_whatever_comes_first_and_all_are_seen(chart)
     assert [param["value"] for param in spec["params"]] == [3]
 
 
-def test_digits_on_a_timeline_can_be_read(chart):
+def test_words_on_a_timeline_can_be_read(chart):
     """WCAG 2.1's contrast of text, of black on each colour of the work."""
     spec = chart(*([CHARTS["timeline"][0], *CHARTS["timeline"][1]]))[0][explore.VEGA_LITE]
-    idle, bars, numbers, _ = spec["layer"]
+    idle, bars, words, _ = spec["layer"]
     scale = bars["encoding"]["color"]["scale"]
-    assert scale["domain"] == ["load", "compute", "idle"] and numbers["mark"]["color"] == "black"
+    assert scale["domain"] == ["part", "op", "no op"] and words["mark"]["color"] == "black"
     assert "opacity" not in idle["mark"], "the legend would fade with it"
     for color in scale["range"]:
         linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(color)]
         assert np.dot([0.2126, 0.7152, 0.0722], linear) + 0.05 > 4.5 * 0.05
 
 
-def test_one_step_is_drawn_without_inputs_and_names_what_is_wide_enough(chart):
-    """Chosen by nothing: a trace. What is written on the loop's parts, and shown where one points."""
-    trace = pd.DataFrame(
-        [("loop", "part", "load", 0, 9), ("loop", "part", "item", 9, 9.1), ("ops", "op", "aten::mm", 3, 5)],
-        columns=["part", "work", "name", "start", "end"],
-    )
-    spec = chart(explore.timeline, trace, ["loop", "ops"], {}, "A trace")[0][explore.VEGA_LITE]
+def test_a_timeline_names_what_is_wide_enough(chart):
+    """What is written on the loop's parts, and shown where one points."""
+    spec = chart(*([CHARTS["timeline"][0], *CHARTS["timeline"][1]]))[0][explore.VEGA_LITE]
     assert "params" not in spec or not [param for param in spec["params"] if "bind" in param]
-    _, bars, numbers, above = spec["layer"]
+    _, bars, words, above = spec["layer"]
     (rows,) = spec["datasets"].values()
     assert [row["above"] for row in rows] == ["", "item", ""] and above["encoding"]["text"]["field"] == "above"
-    assert [row["says"] for row in rows] == ["load", "", ""] and numbers["encoding"]["text"]["field"] == "says"
+    assert [row["says"] for row in rows] == ["load", "", ""] and words["encoding"]["text"]["field"] == "says"
     assert [each["field"] for each in bars["encoding"]["tooltip"]] == ["name", "length"]
 
 
-def test_a_schedule_without_workers_adds_up_and_with_enough_the_device_never_rests():
-    def pace(workers, waits):
-        rows = explore.schedule(10.0, 3.0, [8.0], workers, waits, steps=9)
-        return np.diff(rows.query("part == 'device'").end.to_numpy())
-
-    assert np.allclose(pace(0, True), 21) and np.allclose(pace(0, False), 13)
-    assert np.allclose(pace(1, True)[2:], 11) and np.allclose(pace(1, False)[2:], 10)
-    assert np.allclose(pace(3, True)[2:], 11) and np.allclose(pace(3, False)[2:], 8)
+TWO_KERNELS = {"launched": [2.0, 3.0], "took": [4.0, 6.0], "own": 5.0, "loading": 1.0, "waits_for": None}
 
 
-def test_a_device_begins_with_the_first_op_that_is_launched():
-    rows = explore.schedule(0.0, 4.0, [1.0, 1.0, 1.0, 1.0], 0, waits=True, steps=2)
-    assert rows.query("part == 'device'").end.tolist() == [5.0, 10.0], "three ops run beside the launches"
+def replayed(trace, fast=None):
+    return explore.replay(trace, fast).round(6).to_numpy().tolist()
 
 
-def test_a_worker_has_at_most_two_batches_ahead():
-    rows = explore.schedule(1.0, 0.0, [100.0], 1, waits=True, steps=8)
-    loaded, begun = (rows[rows.part == part].set_index("step") for part in ("worker 1", "device"))
-    for step in range(2, 8):
-        assert loaded.start[step] >= begun.start[step - 2], "the room of a batch is free once it was taken"
+def test_a_replay_waits_for_launches_or_for_the_kernel_before():
+    trace = TWO_KERNELS | {"started": [2.0, 6.0], "recorded": 10.0}
+    assert replayed(trace, 1) == [["step", 0, 10], ["load", 8, 9], ["compute", 0, 4], ["compute", 4, 10]], "the GPU"
+    assert replayed(trace, 10)[0] == ["step", 0, 5], "the CPU sets the pace"
+    assert replayed(trace, 10)[2:] == [["compute", 0, 0.4], ["compute", 1, 1.6]], "launches 1 ms apart"
+
+
+def test_a_replay_lets_the_cpu_wait_for_its_copy():
+    trace = TWO_KERNELS | {"started": [2.0, 6.0], "recorded": 10.0, "waits_for": 0}
+    # The copy ends 4 ms after the GPU is free; only then the CPU goes on, and launches 1 ms later.
+    assert replayed(trace, 1)[2:] == [["compute", 0, 4], ["compute", 5, 11]]
+    assert replayed(trace, 1)[0] == ["step", 0, 11]
+
+
+def test_what_was_recorded_is_drawn_as_it_was():
+    trace = TWO_KERNELS | {"started": [7.0, 12.0], "recorded": 20.0}
+    assert replayed(trace) == [["step", 0, 20], ["load", 18, 19], ["compute", 0, 4], ["compute", 5, 11]]
+
+
+@pytest.mark.parametrize("record", records.load("08 published traces"), ids=lambda record: record["what"]["arm"])
+def test_a_published_trace_is_whole_and_its_replay_right(record):
+    trace = record["results"]
+    assert len(trace["launched"]) == len(trace["started"]) == len(trace["took"]) > 1000
+    assert 0.98 < explore.replay(trace, 1).end[0] / trace["recorded"] < 1.02
+    assert sum(trace["by_op"].values()) == pytest.approx(sum(trace["took"]), rel=1e-3)
+    ends = np.add(trace["started"], trace["took"])
+    assert (ends[:-1] <= np.add(trace["started"][1:], 0.001)).all(), "one stream: kernels follow each other"
 
 
 def test_a_ring_says_whose_numbers_are_where_and_frames_what_has_come(chart):

@@ -294,3 +294,19 @@ def test_bars_have_a_tick_each_where_each_has_a_reference_of_its_own(figure):
     assert marks.get_offsets().data.tolist() == [[1.0, 0], [1.0, 1], [1.2, 2]]
     few = figure(plots.bars, ratios[1:2], "Verdict", "FP32 = 1", reference=ticks[1:2])
     assert few.axes[0].get_xlim()[1] > 1, "the tick is within the picture"
+
+
+def test_strips_are_as_green_as_the_device_works(figure):
+    rows = [("step", 0, 10.5), ("load", 8, 9), ("compute", 0, 4), ("compute", 4.5, 6)]
+    table = pd.DataFrame(rows, columns=["work", "start", "end"])
+    table = pd.concat([table.assign(trace="a", way="now"), table.iloc[[0, 2]].assign(trace="b", way="now")])
+    drawn = figure(plots.strips, table, "trace", "way", "Who waits")
+    first, second = drawn.axes
+    red, grey, green = first.patches  # each over the one before
+    values, edges, _ = green.get_data()
+    assert values.round(6).tolist() == [1, 1, 1, 1, 0.5, 1, 0, 0, 0, 0, 0] and edges[-1] == 10.5
+    assert grey.get_data().edges.tolist() == [8, 9] and red.get_data().edges.tolist() == [0, 10.5]
+    assert to_hex(green.get_facecolor()) == COLORS["normal"]
+    assert len(second.patches) == 2, "no loader"
+    assert {"10 ms, computes 52%", "10 ms, computes 38%", "waits for the loader", "ms, now"} <= set(texts(drawn))
+    assert first.get_xlim() == second.get_xlim() == (0, 10.5)
