@@ -20,6 +20,7 @@ from tests.browser import BROWSER, TRACEBACK, move_every_input
 from tools.execute import NOTEBOOKS
 
 ROOT = NOTEBOOKS.parent
+pytestmark = pytest.mark.slow
 
 
 def build(source, output):
@@ -104,7 +105,6 @@ def test_every_figure_has_a_text_of_its_own(pages):
         ("05_amp_training_loop", 7),
         ("06_predict_memory_and_speed", 9),
         ("07_fp32_vs_amp_experiment", 1),
-        ("08_faster_training", 3),
         ("09_distributed_amp", 1),
         ("12_language_models", 2),
         ("13_inference", 1),
