@@ -1,6 +1,8 @@
 import base64
 import io
+from itertools import combinations
 
+import cv2
 import matplotlib
 import matplotlib.pyplot as plt
 import numpy as np
@@ -11,6 +13,7 @@ from matplotlib.colors import to_hex, to_rgb
 from PIL import Image
 
 from helpers import plots
+from helpers.formats import FORMATS
 from helpers.plots import COLORS
 
 
@@ -274,6 +277,18 @@ def test_every_colour_can_be_seen_on_light_and_dark_pages(theme, least):
     faint = {name: contrast(color) for name, color in COLORS.items() if contrast(color) < 2.2}
     assert not faint
     assert contrast(plots.NEUTRAL) > 4
+
+
+def test_formats_and_fates_can_be_told_apart():
+    """By CIELAB's distance, in which 10 is seen at a glance."""
+    named = [*list(COLORS)[:6], *list(COLORS)[-4:]]
+    assert {*named} >= {"fp32", "fp4", "becomes 0", "overflows"}
+    assert not [name for name in FORMATS if plots.color_of(name) not in map(COLORS.get, named)], "a format without one"
+    lab = cv2.cvtColor(np.float32([[to_rgb(COLORS[name]) for name in named]]), cv2.COLOR_RGB2LAB)[0]
+    apart = {
+        names: np.linalg.norm(np.subtract(*pair)) for names, pair in zip(combinations(named, 2), combinations(lab, 2))
+    }
+    assert not {names for names, distance in apart.items() if distance < 19}
 
 
 def test_names_find_their_colour():

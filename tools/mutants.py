@@ -23,6 +23,7 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parent.parent
 HELPERS = ROOT / "helpers"
 TESTS = {  # others: test_NAME, and test_check for exercises
+    "__init__": ["test_check", "test_progress"],
     "passed": ["test_progress"],
     "ready": ["test_hosted"],
     "records": ["test_records", "test_hosted"],
