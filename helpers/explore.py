@@ -270,12 +270,12 @@ def calculator(parts, states, cards, title, start):
 
 
 def step_times(rows, ways, title, start):
-    """What a training step's time is made of, a bar for each way to take it, by three inputs: network, card and batch.
+    """What a training step's time is made of, a bar for each way to take it, by inputs that choose among the rows.
 
-    `rows`: a DataFrame with columns `network`, `card`, `batch`, `way`, `kind` (of op, or "idle") and `ms`. `ways` are
-    named from top to bottom; the first is what the others are compared with. `start`: where the inputs begin.
+    `rows`: a DataFrame with columns `way`, `kind` (of op, or "idle"), `ms`, and one for each input. `ways` are named
+    from top to bottom; the first is what the others are compared with. `start`: where each input begins, by its column.
     """
-    names, kinds = ["network", "card", "batch"], _distinct(rows.kind)
+    names, kinds = [*start], _distinct(rows.kind)
     inputs = [_select(name, _distinct(rows[name]), start[name]) for name in names]
     shades = ["#4f6d8f", "#8fa9c4", "#c4c4c4", "#eba79e"]  # the last as in `timeline`
     color = alt.Color("kind:N", scale=alt.Scale(domain=kinds, range=shades[-len(kinds) :]), sort=kinds)
@@ -290,7 +290,7 @@ def step_times(rows, ways, title, start):
     totals["says"] = totals.ms.map("{:.3g} ms".format) + faster
     ends = _chosen(totals, *names).mark_text(dx=6, baseline="middle", fontSize=13)
     ends = ends.encode(alt.X("ms:Q"), y, text="says:N")
-    text = f"Bars of time with three inputs: {title}. Network, card and batch."
+    text = f"Bars of time with {len(names)} inputs: {title}. {', '.join(names).capitalize()}."
     _show([bars, ends], inputs, title, text, width=WIDTH - 180, height=40 * len(ways))
 
 

@@ -181,10 +181,13 @@ def bars(values, title, unit, low=None, high=None, reference=None, named="", kin
         axes.scatter(reference, values.index, marker="|", s=700, color="#333333", zorder=3, path_effects=halo)
     elif reference is not None:
         _mark(axes, named, reference)
-    if reference is not None:  # no number on the line
-        ends = ends.mask((ends < reference) & (ends > reference - 0.12 * max(ends)), reference)
-    for row, (number, end) in enumerate(zip(numbers, ends)):
-        axes.annotate(number, (end, row), xytext=(6, 0), textcoords="offset points", va="center")
+    inside = [False] * len(values)
+    if reference is not None:  # no number on the line, or beyond it
+        inside = (ends < reference) & (ends > reference - 0.12 * max(ends))
+    for row, (number, end, start, within) in enumerate(zip(numbers, ends, values if low is None else low, inside)):
+        place, side, gap = (start, "right", -6) if within else (end, "left", 6)
+        look = {"path_effects": halo, "color": "#333333"} if within else {}
+        axes.annotate(number, (place, row), (gap, 0), textcoords="offset points", va="center", ha=side, **look)
     furthest = max(ends) if reference is None else max(*ends, np.max(reference))
     axes.set(xlabel=textwrap.fill(unit, 56), xlim=(0, 1.15 * furthest))
     axes.invert_yaxis()

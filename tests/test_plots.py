@@ -77,7 +77,9 @@ def test_the_reference_of_bars_is_named_and_their_numbers_do_not_lie_on_it(figur
     assert line.get_xdata() == [1.1, 1.1]
     assert {to_hex(line.get_color()), to_hex(line.get_gapcolor())} == {"#333333", "#ffffff"}, "seen on dark and light"
     words = {text.get_text(): text.xy for text in drawn.axes[0].texts}
-    assert words == {"1": (1.1, 0), "1.62": (1.62, 1), "0.6": (0.6, 2), "limit": (1.1, 1)}
+    assert words == {"1": (1.0, 0), "1.62": (1.62, 1), "0.6": (0.6, 2), "limit": (1.1, 1)}
+    sides = [text.get_ha() for text in drawn.axes[0].texts]
+    assert sides == ["center", "right", "left", "left"], "of a bar that ends before the line the number is in the bar"
     far = figure(plots.bars, values, "Errors", "times", reference=3, named="limit")
     assert far.axes[0].get_xlim()[1] > 3, "the line is within the picture"
 

@@ -58,9 +58,12 @@ def changes(node):
 
 
 def data(tree):
-    """The nodes of exercises' cases and mistakes: another number makes another case or mistake, which is as good."""
-    keywords = [node for node in ast.walk(tree) if isinstance(node, ast.keyword) and node.arg in ("cases", "mistakes")]
-    return {id(node) for keyword in keywords for node in ast.walk(keyword)}
+    """The nodes of exercises' cases and mistakes, and of functions that make them: another number makes another case or
+    mistake, which is as good."""
+    given = [node for node in ast.walk(tree) if isinstance(node, ast.keyword) and node.arg in ("cases", "mistakes")]
+    named = {node.id for keyword in given for node in ast.walk(keyword) if isinstance(node, ast.Name)}
+    given += [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in named]
+    return {id(node) for each in given for node in ast.walk(each)}
 
 
 def mutants(source):
