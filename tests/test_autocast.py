@@ -274,6 +274,13 @@ def test_attention_without_the_device_is_the_kernel_of_cuda():
     assert casts_of(table) == {"activation float32 -> float16": 3}
 
 
+def test_a_mask_of_attention_is_cast_and_reaches_the_kernel_that_takes_one():
+    mask = torch.zeros(8, 8)
+    table = trace_casts(lambda q, mask: F.scaled_dot_product_attention(q, q, q, mask), torch.randn(1, 2, 8, 4), mask)
+    assert "aten::_scaled_dot_product_efficient_attention" in set(table.op)
+    assert table[table.op.str.contains("efficient")].output.iloc[0].startswith("float16")
+
+
 def test_casts_asked_for_are_ops_of_their_own():
     for cast in (lambda x: x.long(), lambda x: x.half(), lambda x: x.to(torch.float16), lambda x: x.bool()):
         table = trace_casts(cast, torch.ones(2))
