@@ -103,7 +103,7 @@ def test_every_figure_has_a_text_of_its_own(pages):
         ("03_loss_scaling", 4),
         ("04_autocast_op_tables", 1),
         ("05_amp_training_loop", 7),
-        ("06_predict_memory_and_speed", 9),
+        ("06_predict_memory_and_speed", 10),
         ("07_fp32_vs_amp_experiment", 1),
         ("09_distributed_amp", 1),
         ("12_language_models", 2),
