@@ -104,7 +104,7 @@ def _distinct(values):
 
 def _chosen(table, *names):
     """The rows of `table` whose columns `names` have the values of the inputs that are called the same."""
-    return alt.Chart(table).transform_filter(" && ".join(f"datum.{name} == {name}" for name in names) or "true")
+    return alt.Chart(table).transform_filter(" && ".join(f"datum.{name} == {name}" for name in names))
 
 
 def _colors(names):
@@ -489,7 +489,8 @@ def timeline(rows, parts, title):
     words = alt.Chart(rows).mark_text(fontSize=11, color="black").encode(alt.X("middle:Q", title="ms"), y)
     layers = [idle, busy, words.encode(text="says:N")]
     layers.append(words.mark_text(angle=315, yOffset=-20, fontSize=11).encode(text="above:N"))
-    _show(layers, [], title, f"When each part of the machine works: {title}.", offset=8, width=WIDTH, height=72)
+    text = f"When each part of the machine works: {title}."
+    _show(layers, [], title, text, offset=8, width=WIDTH, height=36 * len(parts))
 
 
 def pointers(stored, exact, title, start):
