@@ -139,7 +139,8 @@ def _shade(axes, regions):
 def _name_ends(axes, lines):
     """The name of each line in its colour, right of its end, `{name: (x, y)}`; names that would touch move apart."""
     axes.autoscale_view()  # now, or a later change of the limits moves the lines away from their names
-    ends = {name: axes.transAxes.inverted().transform(axes.transData.transform(end)) for name, end in lines.items()}
+    place = (axes.transData - axes.transAxes).transform
+    ends = {name: place((axes.convert_xunits(x), y)) for name, (x, y) in lines.items()}  # x may be a word
     last = max(x for x, _ in ends.values())
     above = -np.inf
     for name, (x, y) in sorted(ends.items(), key=lambda end: end[1][1]):
@@ -214,7 +215,7 @@ def stacked_bars(table, title, unit):
 @in_style
 def curves(table, x, y, by, title, log2=(), log10=(), from_zero=True, shade=None, peaks=False):
     """One line for each value of column `by`: the mean of `y`, in a band from min to max. Its name stands at its end;
-    with `peaks`, a dot, name and number stand at its largest mean. Where points are few each has a marker.
+    with `peaks`, a dot, name and number stand at its largest mean. Few points get markers. `x` may hold words.
 
     log2, log10: lists of the columns whose axes are logarithmic. from_zero: the linear y axis begins at 0.
     shade: `{what happens there: (from, to)}` on x.
@@ -227,12 +228,11 @@ def curves(table, x, y, by, title, log2=(), log10=(), from_zero=True, shade=None
     names = table[by].unique()
     look = {"hue": by, "style": by, "palette": {name: color_of(name) for name in names}}
     look |= {"markers": table[x].nunique() <= 30, "markeredgewidth": 0, "markersize": 7}
-    extremes = lambda values: (values.min(), values.max())
-    sns.lineplot(table, x=x, y=y, errorbar=extremes, legend=False, ax=axes, **look)
+    sns.lineplot(table, x=x, y=y, errorbar=("pi", 100), legend=False, ax=axes, **look)
     # Only now: on logarithmic axes seaborn would draw geometric means.
     if x in logs:
         axes.set_xscale("log", base=logs[x])
-    else:
+    elif pd.api.types.is_numeric_dtype(table[x]):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if y in logs:
         axes.set_yscale("log", base=logs[y])

@@ -174,6 +174,13 @@ def test_a_line_that_ends_early_is_named_where_it_ends(figure):
     assert places["fp16"] == (pytest.approx((2 - left) / (right - left) + 0.01), at[0])
 
 
+def test_a_line_over_words_keeps_their_order_and_is_named_at_its_end(figure):
+    table = pd.DataFrame({"rung": ["plain", "bf16", "also fused"], "speed": [1.0, 2, 4], "card": ["A"] * 3})
+    drawn = figure(plots.curves, pd.concat([table, table.assign(card="B")]), "rung", "speed", "card", "Speed")
+    assert [label.get_text() for label in drawn.axes[0].get_xticklabels()] == ["plain", "bf16", "also fused"]
+    assert [text.xy[0] for text in drawn.axes[0].texts] == [1.01, 1.01]
+
+
 def test_lines_of_many_points_have_no_markers_and_may_be_named_at_their_peaks(figure):
     table = pd.DataFrame({"op": range(41), "GiB": [*range(20), 30.5, *range(20, 0, -1)], "run": "fp16"})
     drawn = figure(plots.curves, table, "op", "GiB", "run", "Memory", peaks=True)
