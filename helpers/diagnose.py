@@ -112,7 +112,7 @@ def _device(model):
 
 def _gpus(device):
     """What torch.random.fork_rng keeps besides the CPU's state."""
-    return [device] if device.type == "cuda" else []
+    return [device] if device.type in ("cuda", "xpu") else []
 
 
 def _is_compiled(module):
@@ -709,7 +709,7 @@ def _reason(op, first=None, second=None, *_):
 
 def _in_float32(call, args, kwargs, device):
     """The tensors that the same op makes of the same numbers in float32; none where it cannot."""
-    with suppress(Exception), torch.random.fork_rng(_gpus(device)):
+    with suppress(Exception), torch.random.fork_rng(_gpus(device), device_type=device.type):
         dtypes = {key: FP32 for key, each in kwargs.items() if each in SIXTEEN}
         places = [FP32 if isinstance(each, torch.dtype) and each in SIXTEEN else each for each in args]
         return _tensors(call(*_floats(places), **_floats(kwargs) | dtypes))
@@ -951,7 +951,7 @@ def _kept(model):
     """Puts the random state, buffers, and what modules keep as attributes back."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     attributes = [(module, dict(vars(module))) for module in model.modules()]
-    with torch.random.fork_rng(_gpus(_device(model))):
+    with torch.random.fork_rng(_gpus(device := _device(model)), device_type=device.type):
         try:
             yield
         finally:
@@ -970,7 +970,7 @@ def _again(model, saved, ops, times=1):
         around.enter_context(torch.set_grad_enabled(bool(saved["gradients"])))
         torch.set_rng_state(saved["random"][0].cpu())  # a file's is where map_location put it
         for device, state in zip(_gpus(_device(model)), saved["random"][1:]):
-            torch.cuda.set_rng_state(state.cpu(), device)
+            torch.get_device_module(device).set_rng_state(state.cpu(), device)
         around.enter_context(ops)
         with torch.autocast(**cast, cache_enabled=False):
             outputs = _tensors(model.get_submodule(saved["module"])(*args, **kwargs))
@@ -1966,7 +1966,7 @@ class _Hooks:
         is_on, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         cast = {"device_type": kind, "enabled": is_on, "dtype": dtype}
         seen.earlier = [*seen.earlier, seen.saved][-3:] if self.values and "batch" in (seen.saved or {}) else []
-        random = [torch.get_rng_state(), *(torch.cuda.get_rng_state(gpu) for gpu in _gpus(seen.device))]
+        random = [torch.get_rng_state(), *(torch.get_device_module(d).get_rng_state(d) for d in _gpus(seen.device))]
         seen.saved = {"module": name, "batch": (args, kwargs), "random": random, "autocast": cast, "gradients": {}}
         seen.saved |= {"backward in autocast": False, "training": seen.model.training, "usual": []}
         if not torch.is_grad_enabled():

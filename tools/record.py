@@ -130,7 +130,7 @@ def report():
     from helpers import measure
 
     precision = {"FP32": "fp32", "FP32 (TF32)": "fp32", "fp16 + GradScaler": "fp16", "fp32": "fp32", "fp16": "fp16"}
-    of_gpus = [r for r in records.load_all() if r["kind"] == "measured" and r["device"]["type"] == "cuda"]
+    of_gpus = [r for r in records.load_all() if r["kind"] == "measured" and r["device"]["type"] != "cpu"]
     for card in sorted({record["device"]["name"] for record in of_gpus}):
         mine = [record for record in of_gpus if record["device"]["name"] == card]
         print(f"\n{card}")
