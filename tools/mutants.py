@@ -91,21 +91,23 @@ def is_plain(node):
     return True
 
 
-def mutants(source):
-    """Every mutant of a module: the line that differs, before and after, and the whole source."""
-    tree = ast.parse(source)
+def places(tree):
+    """Where the tree can be changed: the number of a node, and of one of its changes."""
     spared = data(tree) | looks(tree)
     for place, node in enumerate(ast.walk(tree)):
-        if id(node) in spared:
-            continue
-        for number, _ in enumerate(changes(node)):
-            other = copy.deepcopy(tree)
-            mutated = list(ast.walk(other))[place]
-            before = ast.unparse(mutated)
-            list(changes(mutated))[number](mutated)
-            after = ast.unparse(ast.fix_missing_locations(mutated))
-            shown = [text.splitlines()[0] for text in (before, after)]
-            yield f"line {node.lineno}: {shown[0]}  ->  {shown[1]}", ast.unparse(ast.fix_missing_locations(other))
+        if id(node) not in spared:
+            yield from ((place, number) for number, _ in enumerate(changes(node)))
+
+
+def mutant(tree, place, number):
+    """What differs, the line before and after, and the whole source."""
+    other = copy.deepcopy(tree)
+    node = list(ast.walk(other))[place]
+    before = ast.unparse(node)
+    list(changes(node))[number](node)
+    after = ast.unparse(ast.fix_missing_locations(node))
+    shown = [text.splitlines()[0] for text in (before, after)]
+    return f"line {node.lineno}: {shown[0]}  ->  {shown[1]}", ast.unparse(ast.fix_missing_locations(other))
 
 
 def tests_of(path):
@@ -140,9 +142,11 @@ def main():
         folder = Path(scratch) / "suite"
         shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".*", "site", "__pycache__"))
         for path in paths:
-            found = list(mutants(path.read_text(encoding="utf-8")))
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            found = list(places(tree))
             chosen = random.Random(path.stem).sample(found, min(options.each, len(found)))
-            for words, source in tqdm(chosen, desc=path.stem, leave=False):
+            for where in tqdm(chosen, desc=path.stem, leave=False):
+                words, source = mutant(tree, *where)
                 tried += 1
                 if survives(path, source, folder):
                     tqdm.write(f"{path.relative_to(ROOT)}, {words}")
