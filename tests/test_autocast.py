@@ -279,6 +279,7 @@ def test_a_mask_of_attention_is_cast_and_reaches_the_kernel_that_takes_one():
     table = trace_casts(lambda q, mask: F.scaled_dot_product_attention(q, q, q, mask), torch.randn(1, 2, 8, 4), mask)
     assert "aten::_scaled_dot_product_efficient_attention" in set(table.op)
     assert table[table.op.str.contains("efficient")].output.iloc[0].startswith("float16")
+    assert casts_of(table) == {"activation float32 -> float16": 4}
 
 
 def test_casts_asked_for_are_ops_of_their_own():

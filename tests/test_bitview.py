@@ -175,6 +175,16 @@ def test_number_line_points_at_the_typed_number():
     assert pointers(BitView(1e-9, "fp16"))[1] == pointers(BitView(0.0, "fp16"))[1] == 24
 
 
+def test_captions_of_the_number_line_stand_above_it_and_numbers_below():
+    drawing = bitview._number_line(BitView(0.1, "fp16"))
+    lines = [float(y) for y in re.findall(r'd="M40 (\d+) h', drawing)]
+    texts = re.findall(r'y="(-?\d+)"( text-anchor="start")?', drawing)
+    above = [float(y) for y, caption in texts if caption]
+    below = [float(y) for y, caption in texts if not caption]
+    assert len(lines) == len(above) == 2 and set(below) == {y + 20 for y in lines}
+    assert above[0] < lines[0] < max(below[:3]) < above[1] < lines[1], "none lies on another"
+
+
 def test_page_without_a_kernel_shows_fixed_numbers(monkeypatch):
     shown = []
     monkeypatch.setattr(bitview, "display", lambda data, raw: shown.append(data))

@@ -170,6 +170,15 @@ def test_a_timeline_names_what_is_wide_enough(chart):
     assert [each["field"] for each in bars["encoding"]["tooltip"]] == ["name", "length"]
 
 
+def test_a_walk_has_a_tick_for_each_number_as_far_as_the_largest_update_goes(chart):
+    spec = chart(*CHARTS["walk"][:1], *CHARTS["walk"][1])[0][explore.VEGA_LITE]
+    ticks = [row for rows in spec["datasets"].values() for row in rows if "number" in row]
+    for name, spacing in (("bf16", 2**-7), ("fp16", 2**-10)):
+        numbers = [row["number"] for row in ticks if row["format"] == name]
+        assert set(np.diff(numbers)) == {spacing}
+        assert numbers[0] - spacing < 1.5 - 2 * 3 * 2 * 2**-11 <= numbers[0] and numbers[-1] > 1.5
+
+
 TWO_KERNELS = {"launched": [2.0, 3.0], "took": [4.0, 6.0], "own": 5.0, "loading": 1.0, "waits_for": None}
 
 
@@ -216,6 +225,8 @@ def test_a_ring_says_whose_numbers_are_where_and_frames_what_has_come(chart):
         ("a + b", "all", True),
         ("\N{UPWARDS ARROW} b", "its own numbers", False),
     ]
+    framed = {step: [row["frame"] > 0 for row in rows if row["step"] == step] for step in (0, 2)}
+    assert framed == {0: [False] * 4, 2: [True, False, False, True]}, "what this step has brought, not one before"
     assert [rows[place]["says"] for place in (0, 4, 8)] == [
         "step 0 of 2: each has its own numbers",
         "step 1 of 2: each adds what the next one sends",

@@ -11,6 +11,7 @@ import traceback
 import warnings
 from contextlib import contextmanager, redirect_stdout
 from io import StringIO
+from itertools import pairwise
 
 import ml_dtypes
 import nbformat
@@ -793,6 +794,16 @@ def test_the_box_answers(box, pasted, answer):
     spec = json.loads(json.dumps(box))
     spec["params"][0]["value"] = pasted
     assert answer in drawn(spec)
+
+
+def test_an_entry_s_parts_stand_below_each_other_and_only_its_title_is_cut(box):
+    (rows,) = box["datasets"].values()
+    for row in rows:
+        parts = [part for part in ("title", "cause", "fix", "case", "page") if row.get(part)]
+        for upper, lower in pairwise(parts):
+            assert row[f"{lower} top"] >= row[f"{upper} top"] + messages.LINE * len(row[upper]), row
+        assert len(row.get("title") or "") <= 2
+    assert {*MESSAGES.cause} <= {" ".join(row["cause"]) for row in rows if row.get("cause")}
 
 
 def test_every_entry_fits_into_the_box(box):
