@@ -281,7 +281,8 @@ def step_times(rows, ways, title, start):
     color = alt.Color("kind:N", scale=alt.Scale(domain=kinds, range=shades[-len(kinds) :]), sort=kinds)
     y = alt.Y("way:N", title=None, scale=alt.Scale(domain=ways))
     bars = _chosen(rows.round(3), *names).transform_calculate(order=f"indexof({json.dumps(kinds)}, datum.kind)")
-    bars = bars.mark_bar(height=30).encode(alt.X("ms:Q", title="ms a step"), y, color, order="order:Q")
+    x = alt.X("ms:Q", title=f"ms a step; times as fast as {ways[0]}")
+    bars = bars.mark_bar(height=30).encode(x, y, color, order="order:Q")
     totals = rows.groupby([*names, "way"], sort=False, as_index=False).ms.sum()
     first = totals[totals.way == ways[0]].drop(columns="way")
     totals = totals.merge(first, on=names, suffixes=("", " of the first"))
@@ -289,7 +290,7 @@ def step_times(rows, ways, title, start):
     faster = ratio.map(", {:.1f} times as fast".format).mask(totals.way == ways[0], "")
     totals["says"] = totals.ms.map("{:.3g} ms".format) + faster
     ends = _chosen(totals, *names).mark_text(dx=6, baseline="middle", fontSize=13)
-    ends = ends.encode(alt.X("ms:Q"), y, text="says:N")
+    ends = ends.encode(x, y, text="says:N")
     text = f"Bars of time with {len(names)} inputs: {title}. {', '.join(names).capitalize()}."
     _show([bars, ends], inputs, title, text, width=WIDTH - 180, height=40 * len(ways))
 
