@@ -284,10 +284,8 @@ def step_times(rows, ways, title, start):
     x = alt.X("ms:Q", title=f"ms a step; times as fast as {ways[0]}")
     bars = bars.mark_bar(height=30).encode(x, y, color, order="order:Q")
     totals = rows.groupby([*names, "way"], sort=False, as_index=False).ms.sum()
-    first = totals[totals.way == ways[0]].drop(columns="way")
-    totals = totals.merge(first, on=names, suffixes=("", " of the first"))
-    ratio = totals.pop("ms of the first") / totals.ms
-    faster = ratio.map(", {:.1f} times as fast".format).mask(totals.way == ways[0], "")
+    first = totals.ms.where(totals.way == ways[0]).groupby([totals[name] for name in names]).transform("first")
+    faster = (first / totals.ms).map(", {:.1f} times as fast".format).mask(totals.way == ways[0], "")
     totals["says"] = totals.ms.map("{:.3g} ms".format) + faster
     ends = _chosen(totals, *names).mark_text(dx=6, baseline="middle", fontSize=13)
     ends = ends.encode(x, y, text="says:N")

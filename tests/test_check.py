@@ -65,6 +65,26 @@ def test_mistake_is_recognised_by_its_own_hint(each, hint, mistake, capsys):
     assert words.startswith("Not right yet: ") and hint in words.splitlines()[0]
 
 
+HALF, FLOAT = torch.float16, torch.float32
+
+
+@pytest.mark.parametrize(
+    ("each", "arguments", "call"),
+    [
+        (check.accumulated_step, ([4, 4], False), "a batch in parts of [4, 4]"),
+        (check.accumulated_step, ([5, 3], True), "a batch in parts of [5, 3], an infinity in one,"),
+        (check.clipped_step, (False,), ""),
+        (check.clipped_step, (True,), "a batch with an infinity"),
+        (check.paste, (HALF, FLOAT, False), "torch.float32 into torch.float16,"),
+        (check.paste, (HALF, FLOAT, True), "torch.float32 into torch.float16, under autocast,"),
+        (check.next_state, (0.5, 1, False, 3), "scale 0.5, tracker 1, a clean step, 2 of 3"),
+        (check.next_state, (0.5, 1, True, 3), "scale 0.5, tracker 1, an infinity"),
+    ],
+)
+def test_a_reply_says_what_was_special_in_the_call(each, arguments, call):
+    assert each.show(*arguments) == call
+
+
 # What every exercise replies, whatever is asked.
 
 
