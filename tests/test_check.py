@@ -65,6 +65,27 @@ def test_mistake_is_recognised_by_its_own_hint(each, hint, mistake, capsys):
     assert words.startswith("Not right yet: ") and hint in words.splitlines()[0]
 
 
+@pytest.mark.parametrize(
+    ("share", "hint"),
+    [
+        (lambda images, parts: 1, "multiply it by the part's share of the batch."),
+        (lambda images, parts: 1 / len(parts), "The parts differ in size: the larger the part, the more its loss counts."),
+    ],
+)
+def test_a_reader_s_own_program_with_a_known_mistake_gets_its_hint(share, hint, capsys):
+    def step(model, optimizer, scaler, parts, device_type, dtype):
+        optimizer.zero_grad()
+        for images, labels in parts:
+            with torch.autocast(device_type, dtype):
+                loss = torch.nn.functional.binary_cross_entropy_with_logits(model(images), labels)
+            scaler.scale(loss * share(images, parts)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return True
+
+    assert hint in said(check.accumulated_step, step, capsys).splitlines()[0]
+
+
 HALF, FLOAT = torch.float16, torch.float32
 
 
