@@ -584,14 +584,14 @@ def switches(lines, runs, title, off=None):
         there="datum.key[datum.row] == '1'",
         left="datum.left[datum.row] || ''",
         text="datum.there ? datum.on : datum.off",
-        kind="split(datum.left, '2^')[0]",
+        kind="split(datum.left, ':')[0]",
     )
     y, x = alt.Y("row:O", axis=None), alt.value(WIDTH - 170)
     ink = alt.condition("datum.there", alt.value(NEUTRAL), alt.value(COLORS["becomes 0"]))
     code = base.mark_text(font="monospace", fontSize=13, baseline="middle")
     code = code.encode(y=y, x=alt.value(0), text="text:N", color=ink)
-    fills = {"none": NEUTRAL, "true size": COLORS["gradients"], "scaled: ": "#5b2a63"}
-    fills |= {"too small: ": COLORS["becomes 0"], "not finite": COLORS["overflows"]}
+    fills = {"none": NEUTRAL, "true size": COLORS["gradients"], "scaled": "#5b2a63"}
+    fills |= {"too small": COLORS["becomes 0"], "not finite": COLORS["overflows"]}
     color = alt.Color("kind:N", scale=alt.Scale(domain=list(fills), range=list(fills.values())), legend=None)
     left = base.transform_filter("datum.left != ''")
     boxes = left.mark_rect(stroke="white").encode(y=y, x=x, x2=alt.value(WIDTH), color=color)
@@ -606,5 +606,5 @@ def switches(lines, runs, title, off=None):
 def _size(size):
     if size == 0 or not np.isfinite(size):
         return "not finite" if size else "none"
-    words = f"{'scaled' if size > 1 else 'too small'}: 2^{np.log2(size):.0f} times"
-    return "true size" if 0.7 < size < 1.4 else words
+    times = f"{size:.2g}" if 0.01 < size < 100 else f"2^{np.log2(size):.0f}"
+    return "true size" if 0.7 < size < 1.4 else f"{'scaled' if size > 1 else 'too small'}: {times} times"

@@ -96,11 +96,12 @@ def pip(monkeypatch):
     """A stand-in that notes its command and constraints; packages named in `missing` are there once it has run."""
     asked = SimpleNamespace(missing=set(), commands=[], pins=[], output="", status=0)
 
-    def run(command, **options):
+    def run(command, capture_output=False, text=False):
         asked.commands.append(command)
         asked.pins.append(Path(command[command.index("--constraint") + 1]).read_text().splitlines())
         asked.missing -= set() if asked.status else asked.missing
-        return SimpleNamespace(returncode=asked.status, stdout=asked.output, stderr="")
+        said = asked.output if text else asked.output.encode()
+        return SimpleNamespace(returncode=asked.status, stdout=said if capture_output else None, stderr=said[:0])
 
     find_spec = ready.find_spec
     monkeypatch.setattr(ready, "find_spec", lambda name: None if name in asked.missing else find_spec(name))

@@ -56,11 +56,16 @@ def changes(node):
     if isinstance(node, ast.Constant) and isinstance(node.value, bool):
         yield lambda node: setattr(node, "value", not node.value)
     elif isinstance(node, ast.Constant) and isinstance(node.value, int | float):
-        yield lambda node: setattr(node, "value", node.value + 1)
+        yield lambda node: setattr(node, "value", another(node.value))
     if isinstance(node, ast.If | ast.IfExp | ast.While):
         yield lambda node: setattr(node, "test", ast.UnaryOp(ast.Not(), node.test))
     if isinstance(node, ast.Return) and node.value is not None:
         yield lambda node: setattr(node, "value", ast.Constant(None))
+
+
+def another(number):
+    """The next whole number; a float at least twice as large, for 1e9 + 1 is as good as 1e9."""
+    return number + (max(1.0, abs(number)) if isinstance(number, float) else 1)
 
 
 def data(tree):
@@ -145,6 +150,9 @@ def main():
             tree = ast.parse(path.read_text(encoding="utf-8"))
             found = list(places(tree))
             chosen = random.Random(path.stem).sample(found, min(options.each, len(found)))
+            if chosen and not survives(path, ast.unparse(tree), folder):
+                print(f"{path.relative_to(ROOT)}: its tests fail without a change too")
+                continue
             for where in tqdm(chosen, desc=path.stem, leave=False):
                 words, source = mutant(tree, *where)
                 tried += 1
