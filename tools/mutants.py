@@ -69,11 +69,14 @@ def another(number):
 
 
 def data(tree):
-    """The nodes of exercises' cases and mistakes, and of functions that make them: another number makes another case or
-    mistake, which is as good."""
+    """The nodes of exercises' cases and mistakes, of functions that make them, and of tensors written beside them:
+    another number makes another case or mistake, which is as good."""
     given = [node for node in ast.walk(tree) if isinstance(node, ast.keyword) and node.arg in ("cases", "mistakes")]
     named = {node.id for keyword in given for node in ast.walk(keyword) if isinstance(node, ast.Name)}
     given += [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in named]
+    if given:
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        given += [call for call in calls if ast.unparse(call.func) in ("torch.tensor", "torch.full")]
     return {id(node) for each in given for node in ast.walk(each)}
 
 
