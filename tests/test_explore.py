@@ -258,7 +258,8 @@ def test_a_loop_says_what_each_line_leaves_in_the_gradients(chart):
     texts = [row for rows in spec["datasets"].values() for row in rows if "off" in row]
     assert [row["off"] for row in texts] == ["loss", "# unscale_()"], "replaced, or a comment"
     kinds = spec["layer"][1]["encoding"]["color"]["scale"]["domain"]
-    assert {size.split("2^")[0] for sizes in left.values() for size in sizes} == set(kinds)
+    assert {size.split(":")[0] for sizes in left.values() for size in sizes} == set(kinds)
+    assert explore._size(2) == "scaled: 2 times", "powers of two are for the large"
     assert [param["value"] for param in spec["params"]] == [True, True]
 
 
