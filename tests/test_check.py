@@ -86,6 +86,48 @@ def test_a_reader_s_own_program_with_a_known_mistake_gets_its_hint(share, hint, 
     assert hint in said(check.accumulated_step, step, capsys).splitlines()[0]
 
 
+@pytest.mark.parametrize(("each", "most"), [(check.rms_norm, 4), (check.kahan_sum, 1), (check.rms, 2)])
+def test_a_result_may_be_off_by_so_many_spacings_and_no_more(each, most):
+    right, spacing = torch.ones((), dtype=torch.float16), 2.0**-10
+    assert each.same(right + most * spacing, right) and each.same(right - most * spacing, right)
+    assert not each.same(right + (most + 1) * spacing, right) and not each.same(right - (most + 1) * spacing, right)
+
+
+@pytest.mark.parametrize(("exponent", "fits"), [(-128, False), (-127, True), (127, True), (128, False)])
+def test_an_exponent_that_no_scale_holds_is_named(exponent, fits, capsys):
+    words = said(check.block_exponent, lambda amax, name: exponent, capsys)
+    assert (f"you give {exponent}. E8M0 holds -127 to 127." not in words) == fits
+
+
+@pytest.mark.parametrize(
+    ("each", "mistake", "counted"),
+    [
+        (check.read_batch, "Ask for all of them at once.", "the number of reads is 3; it should be 1."),
+        (check.read_batch, "Read only", "the largest number of images in a read is 20; it should be 3."),
+        (check.mean_loss, "Each read waits", "the number of losses read before the last step is 5; it should be 0."),
+        (check.mean_loss, "Keep loss.detach()", "the number of older graphs kept alive is 4; it should be 0."),
+        (check.mean_loss, "Join the losses", "the number of tensors read after the loop is 6; it should be 1."),
+    ],
+)
+def test_what_an_answer_did_is_counted(each, mistake, counted, capsys):
+    (answer,) = (answer for hint, answer in each.mistakes.items() if hint.startswith(mistake))
+    assert counted in said(each, answer, capsys)
+
+
+@pytest.mark.parametrize(
+    ("calls", "reply"), [(25, "Right. "), (26, "Not right yet: you call peak 26 times to find 7.")]
+)
+def test_a_search_may_ask_so_many_times_and_no_more(calls, reply, capsys):
+    def answer(peak, memory):
+        asked = []
+        batch = check.batch_that_fits.reference(lambda batch: asked.append(batch) or peak(batch), memory)
+        for _ in range(calls - len(asked)):
+            peak(1)
+        return batch
+
+    assert said(check.batch_that_fits, answer, capsys).startswith(reply)
+
+
 HALF, FLOAT = torch.float16, torch.float32
 
 

@@ -134,6 +134,15 @@ def test_trained_16_bits_and_their_masters(make, words, severity):
     assert worst(report) == ({"likely"} if severity == "likely" else set())
 
 
+def test_states_of_0_are_no_copies_of_weights_that_begin_at_0():
+    model = network().bfloat16()
+    optimizer = sgd(model)
+    for weight in model.parameters():
+        nn.init.zeros_(weight)
+        optimizer.state[weight]["momentum_buffer"] = torch.zeros(weight.shape)
+    says(model, "without FP32 masters", "likely", optimizer)
+
+
 def test_a_scaler_over_fp16_weights_is_an_error_and_really_raises():
     model = network().half()
     row = says(model, "GradScaler over trained fp16 weights", "certain", sgd(model), scaler())
@@ -542,11 +551,17 @@ def test_a_nan_is_traced_to_the_overflow_that_usual_passes_have_too():
     assert "of that, sub made NaN" in str(error), error
 
 
-def test_the_cause_of_skipped_steps_is_looked_for_in_the_forward():
+def test_numbers_from_several_devices_are_one_tensor_on_one():
+    together = diagnose._together([torch.ones(()), torch.ones((), device="meta")], torch.device("meta"))
+    assert together.device.type == "meta" and together.shape == (2,)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_the_cause_of_skipped_steps_is_looked_for_in_the_forward(steps):
     model = network(Op(saturated))
     optimizer, mine = sgd(model), scaler()
     with watch(model, optimizer, mine, save=None) as seen:
-        train(model, optimizer, mine, [1.0] * 3, None, lambda output: output.sum() + (0 * output).sqrt().sum())
+        train(model, optimizer, mine, [1.0] * steps, None, lambda output: output.sum() + (0 * output).sqrt().sum())
     assert "A lower scale does not help" in found(seen, "steps are skipped", "certain").cost
 
 
