@@ -100,18 +100,61 @@ def test_an_exponent_that_no_scale_holds_is_named(exponent, fits, capsys):
 
 
 @pytest.mark.parametrize(
-    ("each", "mistake", "counted"),
+    ("each", "mistake", "told"),
     [
         (check.read_batch, "Ask for all of them at once.", "the number of reads is 3; it should be 1."),
         (check.read_batch, "Read only", "the largest number of images in a read is 20; it should be 3."),
         (check.mean_loss, "Each read waits", "the number of losses read before the last step is 5; it should be 0."),
         (check.mean_loss, "Keep loss.detach()", "the number of older graphs kept alive is 4; it should be 0."),
         (check.mean_loss, "Join the losses", "the number of tensors read after the loop is 6; it should be 1."),
+        (check.bf16_step, "Call the model under", "layer's output is torch.float32; it should be torch.bfloat16."),
+        (check.clipped_step, "Call the model under", "layer's output is torch.float32; it should be torch.float16."),
     ],
 )
-def test_what_an_answer_did_is_counted(each, mistake, counted, capsys):
+def test_what_an_answer_did_is_told(each, mistake, told, capsys):
     (answer,) = (answer for hint, answer in each.mistakes.items() if hint.startswith(mistake))
-    assert counted in said(each, answer, capsys)
+    assert told in said(each, answer, capsys)
+
+
+def test_a_step_without_the_model_has_no_dtype(capsys):
+    words = said(check.bf16_step, lambda *_: torch.zeros(()), capsys)
+    assert "the dtype of the layer's output is None; it should be torch.bfloat16." in words
+
+
+@pytest.mark.parametrize("scale", [3.0, 0.0, -2.0])
+def test_a_scale_that_is_no_power_of_two_is_named(scale, capsys):
+    assert f"you give {scale:g}. That is no power of two." in said(check.largest_scale, lambda _: scale, capsys)
+
+
+@pytest.mark.parametrize("code", [0x10000, -1, 1.0])
+def test_a_code_that_no_16_bits_hold_is_named(code, capsys):
+    words = said(check.encode_fp16, lambda value: code, capsys)
+    assert f"you give {code!r}. A code is an integer from 0 to 0xffff." in words
+
+
+def test_a_picture_shows_where_a_step_too_small_leads_to(capsys):
+    words = said(check.smallest_step, lambda weight, name: 2.0**-11, capsys)
+    assert words.splitlines()[1].endswith("1.0   0x3c00   normal   1.00048828125 rounded by -0.000488")
+
+
+def test_an_interval_that_ends_at_1_decides_nothing():
+    assert {check.verdict.reference(*ends) for ends in ((0.9, 1.0), (1.0, 1.1))} == {"undecided"}
+
+
+def test_a_schedule_that_moves_in_every_step_is_recognised_in_a_reader_s_own_program(capsys):
+    def step(model, optimizer, scaler, schedule, images, labels, max_norm):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = torch.nn.functional.cross_entropy(model(images), labels)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        scaler.step(optimizer)
+        scaler.update()
+        schedule.step()
+        return True
+
+    assert "The schedule moves on where a step was skipped" in said(check.mended_step, step, capsys)
 
 
 @pytest.mark.parametrize(
@@ -126,6 +169,15 @@ def test_a_search_may_ask_so_many_times_and_no_more(calls, reply, capsys):
         return batch
 
     assert said(check.batch_that_fits, answer, capsys).startswith(reply)
+
+
+@pytest.mark.parametrize(
+    ("batches", "last"),
+    [([2**power for power in range(99)], "call 18 asks for batch 131072"), ([1] * 9999, "call 5001 asks for batch 1")],
+)
+def test_a_search_that_does_not_end_is_ended(batches, last, capsys):
+    words = said(check.batch_that_fits, lambda peak, memory: max(map(peak, batches)), capsys)
+    assert f"the search does not end: {last}" in words
 
 
 HALF, FLOAT = torch.float16, torch.float32
