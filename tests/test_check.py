@@ -132,6 +132,18 @@ def test_a_code_that_no_16_bits_hold_is_named(code, capsys):
     assert f"you give {code!r}. A code is an integer from 0 to 0xffff." in words
 
 
+@pytest.mark.parametrize(
+    ("answer", "total"),
+    [
+        (lambda terms: terms.sum(0, keepdim=True), "torch.float16, of shape (1,)"),
+        (lambda terms: terms.float().sum(), "torch.float32, of shape ()"),
+        (lambda terms: 4096.0, "float, of shape ()"),
+    ],
+)
+def test_a_total_that_is_no_fp16_scalar_is_named(answer, total, capsys):
+    assert f"the total is {total}. Keep a torch.float16 scalar." in said(check.kahan_sum, answer, capsys)
+
+
 def test_a_picture_shows_where_a_step_too_small_leads_to(capsys):
     words = said(check.smallest_step, lambda weight, name: 2.0**-11, capsys)
     assert words.splitlines()[1].endswith("1.0   0x3c00   normal   1.00048828125 rounded by -0.000488")
