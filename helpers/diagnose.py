@@ -951,7 +951,8 @@ def _kept(model):
     """Puts the random state, buffers, and what modules keep as attributes back."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     attributes = [(module, dict(vars(module))) for module in model.modules()]
-    with torch.random.fork_rng(_gpus(device := _device(model)), device_type=device.type):
+    device = _device(model)
+    with torch.random.fork_rng(_gpus(device), device_type=device.type):
         try:
             yield
         finally:

@@ -192,7 +192,7 @@ def test_helpers_stay_small_and_have_no_cycles():
         room = "instruments of a chapter" if instrument else "shared modules"
         room = "one file to copy" if name == "diagnose" else room
         lines["exercises" if name.startswith("check") else room] += len(text.splitlines())
-    most = {"shared modules": 1725, "instruments of a chapter": 2012, "exercises": 2180, "one file to copy": 2751}
+    most = {"shared modules": 1725, "instruments of a chapter": 2012, "exercises": 2180, "one file to copy": 2752}
     assert lines <= Counter(most), f"helpers grew: shorten one, or raise `most` and say why in the commit; {lines}"
     assert not [name for name in modules if re.search(r"\d\d", name.replace("fp16", "").replace("fp32", ""))]
     needs = {

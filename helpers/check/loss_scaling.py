@@ -48,7 +48,7 @@ def next_state(scale, tracker, found_inf, growth_interval):
 
 def _power(answer, gradients):
     scale = float(called(answer, gradients))
-    if scale <= 0 or math.frexp(scale)[0] != 0.5:
+    if math.frexp(scale)[0] != 0.5:  # of a negative number and of 0 too
         raise Reply(f"for {gradients.tolist()[:3]} you give {scale:g}. That is no power of two.")
     return scale
 
