@@ -299,9 +299,9 @@ def _attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False
 
 
 def tensors_of(model):
-    """A module's parameters and buffers, and the tensors that it or a module in it has as plain attributes."""
-    attributes = tree_leaves([value for module in model.modules() for value in vars(module).values()])
-    return [*model.parameters(), *model.buffers(), *(t for t in attributes if isinstance(t, torch.Tensor))]
+    """The tensors of a module and of those in it, each once: parameters, buffers and plain attributes."""
+    leaves = tree_leaves([value for module in model.modules() for value in vars(module).values()])
+    return list({id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}.values())
 
 
 def trace_casts(fn, *args, device_type="cuda", dtype=torch.float16, fake=None):

@@ -652,17 +652,17 @@ def fused(ops):
     product = ops.flops > 0
     group = (product | product.shift(fill_value=True) | (ops.phase != ops.phase.shift())).cumsum()
     last = {number: at for at, reads, writes in zip(group, ops.reads, ops.writes) for number in (*reads, *writes)}
-    there, rows = set(), []
-    for at, some in ops.groupby(group, sort=False):
-        reads, writes = {}, {}
-        for op in some.itertuples():
-            for number in op.reads.keys() - writes.keys():
-                reads[number] = max(op.reads[number], reads.get(number, 0))
-            writes |= op.writes
-        there |= reads.keys()
-        writes = {number: size for number, size in writes.items() if number in there or last[number] > at}
+    kernels, there = {}, set()
+    for at, op in zip(group, ops.to_dict("records")):
+        kernel = kernels.setdefault(at, op | {"reads": {}, "writes": {}})  # named after its first op
+        for number in op["reads"].keys() - kernel["writes"].keys():
+            kernel["reads"][number] = max(op["reads"][number], kernel["reads"].get(number, 0))
+        kernel["writes"] |= op["writes"]
+    for at, kernel in kernels.items():
+        there |= kernel["reads"].keys()
+        writes = {number: size for number, size in kernel["writes"].items() if number in there or last[number] > at}
         there |= writes.keys()
-        row = some.iloc[0][["phase", "op", "depthwise", "dtype", "flops"]].to_dict()
-        rows.append(row | {"bytes": sum(reads.values()) + sum(writes.values()), "reads": reads, "writes": writes})
-    fewer = pd.DataFrame(rows)
+        kernel.update(writes=writes, bytes=sum(kernel["reads"].values()) + sum(writes.values()))
+    columns = ["phase", "op", "depthwise", "dtype", "flops", "bytes", "reads", "writes"]
+    fewer = pd.DataFrame(kernels.values(), columns=columns)
     return fewer[fewer.bytes > 0].reset_index(drop=True)

@@ -3,6 +3,7 @@
 import re
 import textwrap
 import tomllib
+from functools import cache
 from pathlib import Path
 
 import altair as alt
@@ -23,9 +24,11 @@ WIDTH, LINE, HEIGHT = 520, 17, 15 * 17  # pixels; so wide are charts on a phone
 FLAGS = re.IGNORECASE | re.ASCII  # as a browser's expressions understand \b
 
 
+@cache
 def load(kind="message"):
     """The entries of one kind, "message" or "symptom", as a DataFrame: what the file says, with a `pattern` for each
-    and, of messages, all that is `said`, in small letters. Errors stand before warnings and lines of logs.
+    and, of messages, all that is `said`, in small letters. Errors stand before warnings and lines of logs. Each call
+    returns the same table: copy it to change it.
 
     A space of a pattern is any white space, or none: a line that was broken is found too. A quotation mark is any, or
     none: they are lost where a text was rendered.

@@ -526,7 +526,10 @@ DECODERS = {
 }
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "pure_bf16"])
+SLOWLY = [pytest.param(precision, marks=pytest.mark.slow) for precision in ("fp32", "pure_bf16")]
+
+
+@pytest.mark.parametrize("precision", ["bf16", *SLOWLY])
 @pytest.mark.parametrize("name", DECODERS)
 def test_decoders_keep_what_is_predicted(name, precision):
     config, shape = DECODERS[name]

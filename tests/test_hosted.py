@@ -344,6 +344,7 @@ print(first.parent)
 """
 
 
+@pytest.mark.slow
 def test_records_go_elsewhere_where_data_is_read_only(read_only, tmp_path):
     folder, temporary = tmp_path / "input", tmp_path / "temporary"
     for name in ("helpers", "tests", "tools"):
@@ -395,6 +396,7 @@ def first_error(tmp_path, monkeypatch):
     return run
 
 
+@pytest.mark.slow
 def test_a_notebook_alone_beside_copies_runs(tmp_path, monkeypatch, first_error):
     for variable, value in environment(tmp_path / "records").items():
         monkeypatch.setenv(variable, value)

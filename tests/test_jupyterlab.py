@@ -17,7 +17,8 @@ from playwright.sync_api import Error, expect
 from tests.browser import BROWSER, TRACEBACK, move_every_input
 
 ROOT = Path(__file__).resolve().parent.parent
-pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome on the PATH to drive JupyterLab with")
+NO_BROWSER = "no Chromium or Chrome on the PATH to drive JupyterLab with"
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(BROWSER is None, reason=NO_BROWSER)]
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +104,6 @@ button => new Promise(resolve => {
 })"""
 
 
-@pytest.mark.slow
 def test_explorer_answers_to_clicks_keys_and_typing(lab, page):
     open_and_run(lab, page, "01_fp16_bit_layout.ipynb")
 
@@ -152,7 +152,6 @@ def test_explorer_answers_to_clicks_keys_and_typing(lab, page):
     assert not page.errors
 
 
-@pytest.mark.slow
 def test_search_box_of_the_op_tables_answers(lab, page):
     open_and_run(lab, page, "04_autocast_op_tables.ipynb")
     page.get_by_role("textbox", name="op contains", exact=True).fill("log_softmax")
@@ -167,7 +166,6 @@ selector => {
 }"""
 
 
-@pytest.mark.slow
 def test_tables_of_the_clinic_lead_to_their_cases(lab, page):
     address, token, _ = lab
     page.goto(f"{address}/lab/tree/notebooks/14_troubleshooting_clinic.ipynb?reset&token={token}")
@@ -187,7 +185,6 @@ def test_tables_of_the_clinic_lead_to_their_cases(lab, page):
     assert not page.errors
 
 
-@pytest.mark.slow
 def test_every_stored_chart_moves_without_a_kernel(lab, page):
     address, token, copy = lab
     notebooks = [nbformat.read(path, as_version=4) for path in sorted((ROOT / "notebooks").glob("*.ipynb"))]
@@ -206,7 +203,6 @@ def test_every_stored_chart_moves_without_a_kernel(lab, page):
     expect(page.get_by_text(re.compile(r"^step 0: the loss is multiplied by"))).to_be_visible()
 
 
-@pytest.mark.slow
 def test_the_paste_box_answers_without_a_kernel(lab, page):
     address, token, copy = lab
     clinic = nbformat.read(ROOT / "notebooks" / "14_troubleshooting_clinic.ipynb", as_version=4)

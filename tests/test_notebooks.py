@@ -184,34 +184,28 @@ def test_the_road_map_lists_every_notebook():
             assert f"| {minutes} |" in row, row
 
 
-def one_cell(source, *outputs):
-    cell = nbformat.v4.new_code_cell(source, execution_count=1)
-    cell.outputs = list(outputs)
-    return nbformat.v4.new_notebook(cells=[cell])
+def a_cell(source, outputs):
+    return nbformat.v4.new_code_cell(source, execution_count=1, outputs=outputs)
 
 
-def fails_under_the_test_command(notebook, folder):
-    nbformat.write(notebook, folder / "control.ipynb")
-    command = [sys.executable, "-m", "pytest", "-c", ROOT / "pyproject.toml", folder / "control.ipynb"]
+def test_one_changed_number_and_two_changed_names_make_the_test_command_fail(tmp_path):
+    """The negative control, under the project's own settings: did they compare nothing, what is wrong would pass."""
+    number = "print('4,008,829 parameters')"
+    right, wrong = (
+        nbformat.v4.new_output("stream", name="stdout", text=f"4,008,{end} parameters\n") for end in (829, 828)
+    )
+    draw = "import pandas as pd\nfrom helpers import plots\nplots.bars(pd.Series({'fp16': 1.0, 'bf16': 2.0}), '', '')"
+    nbformat.write(nbformat.v4.new_notebook(cells=[a_cell(draw, [])]), tmp_path / "figure.ipynb")
+    (figure,) = execute(tmp_path / "figure.ipynb").cells
+    swapped = draw.replace("fp16", "FP").replace("bf16", "fp16").replace("FP", "bf16")
+    cells = [a_cell(number, [right]), a_cell(number, [wrong]), figure, a_cell(swapped, figure.outputs)]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "control.ipynb")
+
+    command = [sys.executable, "-m", "pytest", "-c", ROOT / "pyproject.toml", tmp_path / "control.ipynb"]
     variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=variables)
-    assert f"1 {'failed' if result.returncode else 'passed'}" in result.stdout, result.stdout
-    return bool(result.returncode)
-
-
-@pytest.mark.parametrize(("stored", "fails"), [("4,008,829 parameters", False), ("4,008,828 parameters", True)])
-def test_one_changed_number_makes_the_test_command_fail(stored, fails, tmp_path):
-    """The negative control, under the project's own settings: did they compare nothing, a wrong number would pass."""
-    output = nbformat.v4.new_output("stream", name="stdout", text=f"{stored}\n")
-    assert fails_under_the_test_command(one_cell("print('4,008,829 parameters')", output), tmp_path) == fails
-
-
-def test_two_names_changed_in_a_figure_make_the_test_command_fail(tmp_path):
-    draw = "import pandas as pd\nfrom helpers import plots\nplots.bars(pd.Series({'fp16': 1.0, 'bf16': 2.0}), '', '')"
-    nbformat.write(one_cell(draw), tmp_path / "figure.ipynb")
-    (cell,) = execute(tmp_path / "figure.ipynb").cells
-    swapped = draw.replace("fp16", "FP").replace("bf16", "fp16").replace("FP", "bf16")
-    assert fails_under_the_test_command(one_cell(swapped, *cell.outputs), tmp_path)
+    assert result.returncode == 1 and "2 failed, 2 passed" in result.stdout, result.stdout
+    assert re.findall(r"^FAILED .*::Cell (\d)", result.stdout, re.MULTILINE) == ["1", "3"]
 
 
 @pytest.mark.slow

@@ -55,6 +55,7 @@ def test_a_wrong_mark_is_noticed_and_a_heading_begins_a_cell():
     assert len({id(part.metadata) for part in parts}) == 3
 
 
+@pytest.mark.slow
 def test_nbconvert_makes_a_deck_without_the_set_up_cell(tmp_path):
     path = NOTEBOOKS / "03_loss_scaling.ipynb"
     settings = os.environ | {"JUPYTER_CONFIG_DIR": str(tmp_path)}  # Jupyter writes into it
