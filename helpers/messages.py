@@ -26,9 +26,8 @@ FLAGS = re.IGNORECASE | re.ASCII  # as a browser's expressions understand \b
 
 @cache
 def load(kind="message"):
-    """The entries of one kind, "message" or "symptom", as a DataFrame: what the file says, with a `pattern` for each
-    and, of messages, all that is `said`, in small letters. Errors stand before warnings and lines of logs. Each call
-    returns the same table: copy it to change it.
+    """The entries of one kind, "message" or "symptom", as a DataFrame (copy it to change it): what the file says, a
+    `pattern` for each and, of messages, all that is `said`, in small letters. Errors stand before warnings and logs.
 
     A space of a pattern is any white space, or none: a line that was broken is found too. A quotation mark is any, or
     none: they are lost where a text was rendered.
@@ -92,9 +91,8 @@ def paste_box(message=""):
     for place, way in enumerate(WAYS, 1):
         link = f"14_troubleshooting_clinic.html#{anchor(way.partition(':')[0])}"
         rows.append({"pattern": "", "way": place, "says": f"{ARROW} {way}", "case link": link})
-    text = alt.param(
-        "text", value=message, bind=alt.binding(input="search", name="message ", placeholder="RuntimeError: ")
-    )
+    field = alt.binding(input="search", name="message ", placeholder="RuntimeError: ")
+    text = alt.param("text", value=message, bind=field)
     some_words = "length(trim(text)) > 7 && indexof(datum.said, lower(trim(text))) >= 0"
     found = alt.Chart(pd.DataFrame(rows).reset_index(names="order"))
     found = found.transform_filter(f"test(regexp(datum.pattern, 'i'), text) || {some_words}")
