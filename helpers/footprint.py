@@ -317,7 +317,7 @@ def _record(build_model, inputs, precision, optimizer, device_type="cuda", loss=
         def keep(tensor):
             if tensor.untyped_storage()._cdata in given:
                 seen.mark([tensor], "activations")
-            return tensor.detach()  # or an op that keeps its own output would keep itself alive
+            return tensor if tensor.is_leaf else tensor.detach()  # its own output would keep an op alive
 
         autocast = Autocast(device_type, autocast_to, enabled=autocast_to is not None)
         kernels = KernelsOfCuda() if device_type == "cuda" else nullcontext()
@@ -655,8 +655,9 @@ def fused(ops):
     kernels, there = {}, set()
     for at, op in zip(group, ops.to_dict("records")):
         kernel = kernels.setdefault(at, op | {"reads": {}, "writes": {}})  # named after its first op
-        for number in op["reads"].keys() - kernel["writes"].keys():
-            kernel["reads"][number] = max(op["reads"][number], kernel["reads"].get(number, 0))
+        for number, size in op["reads"].items():
+            if number not in kernel["writes"]:
+                kernel["reads"][number] = max(size, kernel["reads"].get(number, 0))
         kernel["writes"] |= op["writes"]
     for at, kernel in kernels.items():
         there |= kernel["reads"].keys()
