@@ -128,10 +128,10 @@ def survives(path, source, folder):
     there = folder / path.relative_to(ROOT)
     original = there.read_text(encoding="utf-8")
     there.write_text(source, encoding="utf-8")
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", *tests_of(path)]
+    command = [sys.executable, "-m", "pytest", "--all", "-x", "-q", "-n", "0", *tests_of(path)]
     environment = os.environ | {"PYTHONPATH": str(folder)}
     try:
-        result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, timeout=300)
+        result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, timeout=900)
         return result.returncode == 0
     except subprocess.TimeoutExpired:
         return False
