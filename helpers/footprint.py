@@ -653,7 +653,7 @@ def fused(ops):
     group = (product | product.shift(fill_value=True) | (ops.phase != ops.phase.shift())).cumsum()
     last = {number: at for at, reads, writes in zip(group, ops.reads, ops.writes) for number in (*reads, *writes)}
     kernels, there = {}, set()
-    for at, op in zip(group, ops.to_dict("records")):
+    for at, op in zip(group, ops.loc[:, "phase":"writes"].to_dict("records")):
         kernel = kernels.setdefault(at, op | {"reads": {}, "writes": {}})  # named after its first op
         for number, size in op["reads"].items():
             if number not in kernel["writes"]:
@@ -664,6 +664,5 @@ def fused(ops):
         writes = {number: size for number, size in kernel["writes"].items() if number in there or last[number] > at}
         there |= writes.keys()
         kernel.update(writes=writes, bytes=sum(kernel["reads"].values()) + sum(writes.values()))
-    columns = ["phase", "op", "depthwise", "dtype", "flops", "bytes", "reads", "writes"]
-    fewer = pd.DataFrame(kernels.values(), columns=columns)
+    fewer = pd.DataFrame(kernels.values())
     return fewer[fewer.bytes > 0].reset_index(drop=True)
