@@ -317,7 +317,7 @@ def _record(build_model, inputs, precision, optimizer, device_type="cuda", loss=
         def keep(tensor):
             if tensor.untyped_storage()._cdata in given:
                 seen.mark([tensor], "activations")
-            return tensor if tensor.is_leaf else tensor.detach()  # its own output would keep an op alive
+            return tensor.detach()  # or an op that keeps its own output would keep itself alive
 
         autocast = Autocast(device_type, autocast_to, enabled=autocast_to is not None)
         kernels = KernelsOfCuda() if device_type == "cuda" else nullcontext()
