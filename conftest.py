@@ -6,6 +6,7 @@ tests. `uv run pytest --gpu` runs the same notebooks on this machine's own devic
 a kernel.
 """
 
+import gc
 import os
 import tempfile
 from pathlib import Path
@@ -65,9 +66,14 @@ def pytest_configure(config):
 
 
 def pytest_unconfigure(config):
+    gc.unfreeze()
     if hasattr(config, "noted"):
         config.noted.save()
     config.records.cleanup()
+
+
+def pytest_collection_finish():
+    gc.freeze()  # a watch goes through all objects: let those be what tests make, not the 3 million of imports
 
 
 def pytest_collection_modifyitems(config, items):

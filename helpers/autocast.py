@@ -278,8 +278,10 @@ class KernelsOfCuda(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is scaled_dot_product_attention and (args[0] if args else kwargs["query"]).dim() == 4:
             return _attention(*args, **kwargs)
-        with torch.backends.cudnn.flags(enabled=False) if func in _RNNS else nullcontext():
-            return func(*args, **kwargs)
+        if func in _RNNS:
+            with torch.backends.cudnn.flags(enabled=False):
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
 
 
 def _attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):

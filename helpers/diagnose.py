@@ -1438,8 +1438,8 @@ SHARES = "% zero", "% 0 in fp16", "update/weight", "% updates lost", "% sums los
 def _copies(model):
     """Numbers in 16 bits that copy a model's weights, as an average or a teacher does: among this process's tensors.
     Each as pairs of a copy and its weight, and a sample of the copies."""
-    tensors, near = [each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter)], []
-    low = [each for each in tensors if each.dtype in SIXTEEN and each.is_leaf]
+    kinds, near = {torch.Tensor, nn.Parameter}, []
+    low = [each for each in gc.get_objects() if type(each) in kinds and each.dtype in SIXTEEN and each.is_leaf]
     own = {_local(each).untyped_storage().data_ptr() for each in _trained(model).values()}  # an average may be a part
     low = [each for each in low if each.layout is torch.strided and each.untyped_storage().data_ptr() not in {0, *own}]
     for weight in [each for each in _trained(model).values() if type(each) is nn.Parameter]:

@@ -192,7 +192,7 @@ def test_helpers_stay_small_and_have_no_cycles():
         room = "instruments of a chapter" if instrument else "shared modules"
         room = "one file to copy" if name == "diagnose" else room
         lines["exercises" if name.startswith("check") else room] += len(text.splitlines())
-    most = {"shared modules": 1725, "instruments of a chapter": 2012, "exercises": 2180, "one file to copy": 2752}
+    most = {"shared modules": 1725, "instruments of a chapter": 2036, "exercises": 2180, "one file to copy": 2752}
     assert lines <= Counter(most), f"helpers grew: shorten one, or raise `most` and say why in the commit; {lines}"
     assert not [name for name in modules if re.search(r"\d\d", name.replace("fp16", "").replace("fp32", ""))]
     needs = {
@@ -205,7 +205,10 @@ def test_helpers_stay_small_and_have_no_cycles():
     assert not needs, f"import cycle among {sorted(needs)}"
 
 
-@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside invented records"])
+BESIDE = pytest.param(True, id="beside invented records", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("beside", [pytest.param(False, id="alone"), BESIDE])
 def test_readme_s_results_are_notebook_07_s(beside, tmp_path, monkeypatch):
     """The notebook's own cells judge the records; its README table says the same."""
     monkeypatch.setenv("HALF_THE_BITS_SAVE_TO", str(tmp_path))

@@ -58,9 +58,13 @@ def test_an_error_in_one_process_ends_all_and_is_told(script):
     assert "ChildFailedError" in launch.message and "failed" in str(launch)
 
 
+@pytest.mark.slow
 def test_what_torchrun_itself_refuses_is_told(script):
     launch = torchrun(script(""), options=("--standalone", "--max-restarts=x"))
     assert launch.status != 0 and "invalid int value: 'x'" in launch.message
+
+
+def test_options_that_are_one_string_are_refused(script):
     with pytest.raises(ValueError, match=r"a tuple of one has a comma: \('--standalone',\)"):
         torchrun(script(""), options="--standalone")
 
@@ -73,6 +77,7 @@ if sys.version_info < (3, 13) and "FORCE_COLOR" in os.environ and "NO_COLOR" not
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variable", ["FORCE_COLOR", "PYTHON_COLORS"])
 def test_errors_are_read_where_colours_are_asked_for(variable, script, monkeypatch):
     monkeypatch.setenv(variable, "1")
@@ -81,6 +86,7 @@ def test_errors_are_read_where_colours_are_asked_for(variable, script, monkeypat
     assert launch.message.startswith("torch.distributed.elastic.multiprocessing.errors.ChildFailedError:")
 
 
+@pytest.mark.slow
 def test_a_restarted_process_goes_on_where_it_ended(script):
     path = script("import os\ncount = os.environ['TORCHELASTIC_RESTART_COUNT']\nprint(count)\nassert count == '1'")
     launch = torchrun(path, processes=1, options=("--standalone", "--max-restarts=1"))

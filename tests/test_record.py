@@ -67,7 +67,8 @@ def test_the_report_has_every_card_that_someone_has_recorded(tmp_path, monkeypat
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        ("import os; os.kill(os.getpid(), 9)", "DeadKernelError: "),  # as the system does, out of memory
+        # as the system does, out of memory
+        pytest.param("import os; os.kill(os.getpid(), 9)", "DeadKernelError: ", marks=pytest.mark.slow),
         ("print('Not saved: 07 step, bf16: the disk is full')", "Not saved: 07 step, bf16: the disk is full"),
         ("1 / 0", "ZeroDivisionError: "),
         ("print('Stopped by RuntimeError: CUDA error: 1 of 20 rounds are complete and kept')", "Stopped by Runtime"),
