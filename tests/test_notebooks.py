@@ -201,7 +201,7 @@ def test_one_changed_number_and_two_changed_names_make_the_test_command_fail(tmp
     cells = [a_cell(number, [right]), a_cell(number, [wrong]), figure, a_cell(swapped, figure.outputs)]
     nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "control.ipynb")
 
-    command = [sys.executable, "-m", "pytest", "-c", ROOT / "pyproject.toml", tmp_path / "control.ipynb"]
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-c", ROOT / "pyproject.toml", tmp_path / "control.ipynb"]
     variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=variables)
     assert result.returncode == 1 and "2 failed, 2 passed" in result.stdout, result.stdout
