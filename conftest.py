@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests import pretend_cuda
+from tests.start import sitecustomize
 from tools import cuda_lines
 from tools.reference import environment
 
@@ -57,6 +58,8 @@ def pytest_configure(config):
             pretend_cuda.start()
     else:
         os.environ.update(environment(config.records.name))
+        paths = [str(Path(sitecustomize.__file__).parent), os.environ.get("PYTHONPATH", "")]
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         os.environ["HALF_THE_BITS_ROUNDS"] = "2"  # times are not compared
     if config.option.lines:
         lines = Path(config.option.lines).resolve()
