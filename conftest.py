@@ -69,14 +69,14 @@ def pytest_configure(config):
 
 
 def pytest_unconfigure(config):
-    gc.unfreeze()
+    gc.unfreeze()  # else compiled packages report as leaks what is left at the end
     if hasattr(config, "noted"):
         config.noted.save()
     config.records.cleanup()
 
 
 def pytest_collection_finish():
-    gc.freeze()  # a watch goes through all objects: let those be what tests make, not the 3 million of imports
+    gc.freeze()  # a watch goes through all objects: let those be what tests make, not the half million of imports
 
 
 def pytest_collection_modifyitems(config, items):
