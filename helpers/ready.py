@@ -69,7 +69,7 @@ def prepare():
         _install(missing)
     for name, need in old.items():
         print(f"{name} {version(name)} is left as it is, although older than the tested {need.specifier}.")
-    print("Ready: torch", ".".join(version("torch").split(".")[:2]))
+    print("Ready.")
 
 
 def _is_there(need):
