@@ -16,9 +16,9 @@ from sklearn.datasets import load_sample_images
 from sklearn.model_selection import train_test_split
 from torch.utils.data import Dataset
 
+from helpers import DATA as DATA  # notebooks take it from here
 from helpers.measure import progress
 
-DATA = Path(__file__).resolve().parent.parent / "data"
 COLUMNS = ["image", "path", "label"]
 SHOWN = 5  # bad rows spelt out in one error; the rest are counted
 

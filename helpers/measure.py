@@ -69,13 +69,13 @@ def warm_up(step, device, steps=5, tolerance=0.01, at_most=18):
     return False
 
 
-def abba(names, rounds, seed=0):
+def _abba(names, rounds, seed=0):
     """The order in which to measure: `rounds` lists of all `names`, each odd list a random order, each even list the
     one before it reversed, so that a slow drift of the machine burdens all names alike.
 
     Examples
     --------
-    >>> abba(["a", "b", "c"], rounds=2)
+    >>> _abba(["a", "b", "c"], rounds=2)
     [['c', 'a', 'b'], ['b', 'a', 'c']]
     """
     shuffle, order = np.random.default_rng(seed), []
@@ -95,7 +95,7 @@ def compare(arms, device, images, rounds=20, steps=10, drop=2):
     rows, rounds = [], _at_most(rounds)
     with progress(total=rounds * len(arms), desc="Timing", unit="block") as bar:
         try:
-            for number, order in enumerate(abba(list(arms), rounds)):
+            for number, order in enumerate(_abba(list(arms), rounds)):
                 block = []
                 for name in order:
                     seconds = time_block(arms[name], steps, device, drop)

@@ -4,15 +4,14 @@ import re
 import textwrap
 import tomllib
 from functools import cache
-from pathlib import Path
 
 import altair as alt
 import pandas as pd
 
+from helpers import DATA
 from helpers.explore import show
 from helpers.plots import COLORS, NEUTRAL
 
-DATA = Path(__file__).resolve().parent.parent / "data" / "messages.toml"
 ASK = "Paste the last line of an error or a warning, or all of the traceback."
 NO_MESSAGE = "No message? Say what you see: nan, overflow, memory, slow, worse."
 TRY = "Try a few words of the line that names the error. Or ask by symptom, or look at the run with audit and watch:"
@@ -37,7 +36,7 @@ def load(kind="message"):
     >>> load().loc[0, "slug"]
     'attempting-to-unscale-fp16-gradients'
     """
-    table = pd.DataFrame(tomllib.loads(DATA.read_text(encoding="utf-8"))[kind])
+    table = pd.DataFrame(tomllib.loads((DATA / "messages.toml").read_text(encoding="utf-8"))[kind])
     table["needs"] = table.needs.fillna("")
     if kind == "message":
         table["pattern"] = table.pattern.fillna(table.message.map(re.escape).str.replace("\\ ", " ", regex=False))

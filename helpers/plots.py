@@ -44,7 +44,7 @@ NAMES = {"tf32": "tf32", "bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "fl
 NAMES |= {"fp32": "fp32", "float32": "fp32", "fp8": "fp8", "e4m3": "fp8", "e5m2": "fp8", "fp4": "fp4", "e2m1": "fp4"}
 NAMES |= {name: name for name in COLORS} | {"momentum": "optimizer", "not worse": "normal", "worse": "becomes 0"}
 NEUTRAL = "#767676"  # all else, and text; an arm that has decided nothing
-in_style = plt.rc_context(  # around each function that draws
+_in_style = plt.rc_context(  # around each function that draws
     {
         "axes.edgecolor": NEUTRAL,
         "axes.labelcolor": NEUTRAL,
@@ -149,7 +149,7 @@ def _name_ends(axes, lines):
         axes.annotate(name, xycoords="axes fraction", color=color_of(name), annotation_clip=False, **at)
 
 
-@in_style
+@_in_style
 def bars(values, title, unit, low=None, high=None, reference=None, named="", kinds=None):
     """Horizontal bars of a Series, each labelled with its number; `low` and `high` (Series) add intervals.
 
@@ -195,7 +195,7 @@ def bars(values, title, unit, low=None, high=None, reference=None, named="", kin
     _show(axes.figure, f"Bar chart: {title}. {unit}", words, numbers)  # the middle of an interval is steadier
 
 
-@in_style
+@_in_style
 def stacked_bars(table, title, unit):
     """One horizontal bar a row of `table`, made of its columns; hatched so that grey print tells them apart."""
     axes = _axes(title, 1.3 + 0.42 * len(table))
@@ -212,7 +212,7 @@ def stacked_bars(table, title, unit):
     _show(axes.figure, f"Stacked bars of {', '.join(table)}: {title}. {unit}", sums)
 
 
-@in_style
+@_in_style
 def curves(table, x, y, by, title, log2=(), log10=(), from_zero=True, shade=None, peaks=False):
     """One line for each value of column `by`: the mean of `y`, in a band from min to max. Its name stands at its end;
     with `peaks`, a dot, name and number stand at its largest mean. Few points get markers. `x` may hold words.
@@ -260,7 +260,7 @@ def curves(table, x, y, by, title, log2=(), log10=(), from_zero=True, shade=None
     _show(axes.figure, f"Line chart: {title}. {y} over {x}", words, compared)
 
 
-@in_style
+@_in_style
 def histogram(values, title, x, edges, shade=None):
     """How many of `values` lie between each two of `edges`, along an axis called `x`.
 
@@ -281,7 +281,7 @@ def histogram(values, title, x, edges, shade=None):
     _show(axes.figure, f"Histogram: {title}. How many by {x}", most | places)
 
 
-@in_style
+@_in_style
 def ranges(table, title, x, over=None):
     """A row a format: a bar from the smallest normal number to the largest, and a thin one down to the smallest
     subnormal; columns `subnormal`, `normal`, `max` and `says`, which is written beside the row.
@@ -306,7 +306,7 @@ def ranges(table, title, x, over=None):
     _show(axes.figure, f"A row a format: {title}. {x}", spans)
 
 
-@in_style
+@_in_style
 def points(table, x, by, title, reference, named):
     """One dot a row of `table` at column `x`, in one line for each value of column `by`, with the mean as a bar,
     and a vertical line at `reference`, `named` so."""
@@ -320,7 +320,7 @@ def points(table, x, by, title, reference, named):
     _show(axes.figure, f"Dots and their mean: {title}. mean {x}", means)
 
 
-@in_style
+@_in_style
 def pictures(rows, title):
     """Rows of small pictures, `{name of the row: tensor of shape (n, height, width)}` in [0, 1], black on white, or
     (n, 3, height, width) in colour.
@@ -343,7 +343,7 @@ def pictures(rows, title):
     _show(grid[0, 0].figure, f"Rows of pictures: {title}", words)
 
 
-@in_style
+@_in_style
 def strips(spans, row, column, title):
     """When a device works in one step and when it rests: a strip for each value of columns `row` and `column` of a
     DataFrame, with as much green in each ms as it computes. Where it rests it is grey while the loader works, else red.

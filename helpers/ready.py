@@ -21,7 +21,8 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import VERSION_PATTERN, InvalidVersion, Version
 
-DATA = Path(__file__).resolve().parent.parent / "data"
+from helpers import DATA
+
 # As pyproject.toml has them, which a copy of this folder has not beside it, less the tools that only run notebooks.
 PYTHON = ">=3.11"
 NEEDS = """accelerate>=1.10 altair>=5.5 ipywidgets>=8.1 jsonschema>=4.23 lightning>=2.5.5 matplotlib>=3.10 numpy>=2.1

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from jsonschema import Draft202012Validator
 
-DATA = Path(__file__).resolve().parent.parent / "data"
+from helpers import DATA
+
 RECORDS = (DATA / "records").resolve()
 SCHEMA = DATA / "record.schema.json"
 

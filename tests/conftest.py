@@ -1,23 +1,31 @@
+"""What the helpers' tests share. `uv run pytest --weekly tests` adds those that need not run on every change."""
+
 import pytest
-from playwright.sync_api import sync_playwright
-
-from tests.browser import BROWSER, FLAGS
 
 
-@pytest.fixture(scope="session")
-def browser():
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=BROWSER, args=FLAGS)
-        yield browser
-        browser.close()
+def pytest_addoption(parser):
+    parser.addoption("--weekly", action="store_true", help="run also what need not run on every change")
+    parser.addoption("--lab", action="store_true", help="run every notebook in a browser too, not only some")
+    parser.addoption(
+        "--hosted",
+        action="append",
+        default=[],
+        metavar="PYTHON",
+        help="run all notebooks where only torch and a kernel are installed, under this Python (a version or a path)",
+    )
 
 
-@pytest.fixture
-def page(browser):
-    """A page of a real browser, with storage of its own; `page.errors` is what went wrong on it."""
-    with browser.new_context(viewport={"width": 1300, "height": 1000}) as context:
-        page = context.new_page()
-        page.errors = []
-        page.on("pageerror", lambda error: page.errors.append(str(error)))
-        page.on("console", lambda message: page.errors.append(message.text) if message.type == "error" else None)
-        yield page
+def pytest_configure(config):
+    config.addinivalue_line("markers", "weekly: need not run on every change, and runs only with --weekly")
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("weekly") and not item.config.getoption("--weekly"):
+        pytest.skip("runs weekly: uv run pytest --weekly")
+
+
+@pytest.fixture(autouse=True)
+def own_settings(tmp_path, monkeypatch):
+    """A test has its own progress, not that of a notebook in the same process, and as many rounds as it asks for."""
+    monkeypatch.setenv("HALF_THE_BITS_PROGRESS", str(tmp_path / "progress"))
+    monkeypatch.delenv("HALF_THE_BITS_ROUNDS", raising=False)

@@ -165,7 +165,7 @@ def test_every_registration_has_its_row_and_none_is_unknown():
         assert len(cast_policies(device_type)) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_probing_is_quick_and_silent_and_leaves_autocast_as_it_was():
     script = (
         "import time, torch, helpers.autocast as a; began = time.perf_counter(); a.cast_policies('cuda');"

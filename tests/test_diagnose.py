@@ -200,7 +200,7 @@ def test_modules_in_16_bits():
     found(report, "running statistics in 16 bits", "likely")
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_old_and_new_switches_of_tf32():
     # In a process of its own: the mixture cannot be taken back.
     lines = "torch.backends.cuda.matmul.allow_tf32 = True; torch.backends.cuda.matmul.fp32_precision = 'ieee'"
@@ -1162,7 +1162,7 @@ def test_a_cast_is_not_blamed_for_the_inf_that_it_was_given():
         train(model, sgd(model), dtype=FP16, factors=[10], loss=gram)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_softmax_is_not_blamed_for_what_a_compiled_model_gave_it():
     model = nn.Linear(4, 4)
 
@@ -1384,7 +1384,7 @@ NOT_SCALED = [ratios, words, rolled_out, *IN_FP16]
         (by_class, "a sum in float16 that has come to 2048 takes up 0 for 50", "certain"),
         (confused, "a sum in float16 that has come to 2048 takes up 0 for 4e+03", "certain"),
         pytest.param(
-            counted, "a sum in bfloat16 that has come to 256 takes up 0 for 1", "certain", marks=pytest.mark.slow
+            counted, "a sum in bfloat16 that has come to 256 takes up 0 for 1", "certain", marks=pytest.mark.weekly
         ),
         (averaged, "a factor of 0.999 in bfloat16", "likely"),
         (followed, "a factor of 0.001 in bfloat16", "likely"),
@@ -1945,7 +1945,7 @@ def test_bad_passes_of_an_asynchronous_device_are_named_late():
     assert "pass 3, " in str(raised.value) and "every=1" in str(raised.value)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_memory_stays_and_records_are_thinned():
     seen = after(steps=300)
     records = seen.looks.records
@@ -2075,7 +2075,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_two_processes_stop_together(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     (tmp_path / "ranks.py").write_text(RANKS)

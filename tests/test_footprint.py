@@ -41,7 +41,7 @@ OLD = pytest.mark.skipif(torch.__version__ >= "2.12", reason="torch 2.11 refuses
 # timm's, small ones first; most with --all only
 SLOW = ["test_vit", "test_convnext", "tf_efficientnet_b0", "resnet50", "vit_small_patch16_224", "mobilenetv3_small_100"]
 SLOW += ["regnety_008", "convnext_tiny", "swin_tiny_patch4_window7_224", "mixer_s32_224"]
-FAMILIES = ["test_efficientnet", "test_resnet", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+FAMILIES = ["test_efficientnet", "test_resnet", *(pytest.param(name, marks=pytest.mark.weekly) for name in SLOW)]
 
 
 class OnDemand(dict):
@@ -165,7 +165,7 @@ def test_cuda_keeps_the_same_but_for_autocasts_other_rules(models, name, precisi
 
 
 @pytest.mark.parametrize(
-    ("name", "precision"), [("test_resnet", "fp32"), pytest.param("test_vit", "bf16", marks=pytest.mark.slow)]
+    ("name", "precision"), [("test_resnet", "fp32"), pytest.param("test_vit", "bf16", marks=pytest.mark.weekly)]
 )
 def test_checkpointing_is_predicted(models, name, precision):
     model = copy.deepcopy(models[name])
@@ -460,7 +460,7 @@ def test_a_batch_of_one_that_batch_norm_refuses_does_not_fit():
     assert largest_batch(10_000_000, build, (12,), "fp32") > 1
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_largest_batch_fits_and_one_more_does_not(models, precision):
     model, memory = timm.create_model("test_resnet", num_classes=1), 300_000_000
@@ -554,7 +554,7 @@ DECODERS = {
 
 
 SLOWLY = product(DECODERS, ["fp32", "bf16", "pure_bf16"])
-SLOWLY = [pytest.param(*each, marks=pytest.mark.slow) for each in SLOWLY if each != ("grouped", "bf16")]
+SLOWLY = [pytest.param(*each, marks=pytest.mark.weekly) for each in SLOWLY if each != ("grouped", "bf16")]
 
 
 @pytest.mark.parametrize(("name", "precision"), [("grouped", "bf16"), *SLOWLY])
@@ -679,7 +679,7 @@ def test_a_decoder_takes_cudas_fused_attention(precision, kind):
     assert ops[f"_scaled_dot_product_{kind}_attention_backward"] == DEEP["depth"]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_decoder_of_8_billion_parameters_is_predicted_in_seconds_without_its_memory():
     llama = {"vocabulary": 128_256, "width": 4096, "depth": 32, "heads": 32, "groups": 8, "hidden": 14_336}
     start = time.process_time()
@@ -752,7 +752,7 @@ def test_a_loss_may_take_what_is_no_tensor():
     assert estimate.gradients == estimate.parameters
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_longest_sequence_fits_and_one_more_token_does_not():
     peaks = {}
 
@@ -974,7 +974,7 @@ def test_a_compiler_does_not_move_more(models):
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize(("precision", "copies"), [pytest.param("fp32", 0, marks=pytest.mark.slow), ("bf16", 2)])
+@pytest.mark.parametrize(("precision", "copies"), [pytest.param("fp32", 0, marks=pytest.mark.weekly), ("bf16", 2)])
 def test_growth_tells_the_moments_of_another_batch(precision, copies, checkpointed):
     def build():
         model = timm.create_model("vit_tiny_patch16_224", depth=3, num_classes=1)

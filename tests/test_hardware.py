@@ -110,7 +110,7 @@ def test_commit_is_that_of_git_and_tells_of_changes(monkeypatch):
     assert "SHA-256" in hardware.commit() and len(hardware.commit()) > 64
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_commit_is_read_in_a_folder_whose_name_the_locale_cannot_write(tmp_path):
     suite = tmp_path / "Übung 练习"
     shutil.copytree(

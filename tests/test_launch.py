@@ -58,7 +58,7 @@ def test_an_error_in_one_process_ends_all_and_is_told(script):
     assert "ChildFailedError" in launch.message and "failed" in str(launch)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_what_torchrun_itself_refuses_is_told(script):
     launch = torchrun(script(""), options=("--standalone", "--max-restarts=x"))
     assert launch.status != 0 and "invalid int value: 'x'" in launch.message
@@ -77,7 +77,7 @@ if sys.version_info < (3, 13) and "FORCE_COLOR" in os.environ and "NO_COLOR" not
 """
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("variable", ["FORCE_COLOR", "PYTHON_COLORS"])
 def test_errors_are_read_where_colours_are_asked_for(variable, script, monkeypatch):
     monkeypatch.setenv(variable, "1")
@@ -86,7 +86,7 @@ def test_errors_are_read_where_colours_are_asked_for(variable, script, monkeypat
     assert launch.message.startswith("torch.distributed.elastic.multiprocessing.errors.ChildFailedError:")
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_restarted_process_goes_on_where_it_ended(script):
     path = script("import os\ncount = os.environ['TORCHELASTIC_RESTART_COUNT']\nprint(count)\nassert count == '1'")
     launch = torchrun(path, processes=1, options=("--standalone", "--max-restarts=1"))
@@ -99,7 +99,7 @@ subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", os.getcw
 """
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_run_that_takes_too_long_is_ended_with_all_that_it_started(script, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(TimeoutError, match="had not ended after 8 s"):
@@ -113,14 +113,14 @@ def started_first(tmp_path, monkeypatch):
     return (tmp_path / "sitecustomize.py").write_text
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_what_torchrun_said_last_is_told_when_the_time_is_over(script, started_first):
     started_first("import sys, time; print('the cause', file=sys.stderr, flush=True); time.sleep(600)")
     with pytest.raises(TimeoutError, match=r"all its processes were killed. torchrun's last words: the cause$"):
         torchrun(script(""), timeout=3)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_machine_whose_own_name_no_network_knows_runs(script, started_first):
     started_first("import socket; socket.getfqdn = lambda *_: 'no-such-host.invalid'")
     launch = torchrun(script("import os\nprint(os.environ['MASTER_ADDR'])"), processes=1, timeout=60)
@@ -130,19 +130,19 @@ def test_a_machine_whose_own_name_no_network_knows_runs(script, started_first):
 KILLS_TORCHRUN = "import signal\nos.kill(os.getppid(), signal.SIGKILL)\n"
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_where_torchrun_itself_is_killed_its_processes_are_ended(script, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert torchrun(script(CHILD + KILLS_TORCHRUN + SLEEP), processes=1).status == -signal.SIGKILL
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_what_a_process_left_behind_is_ended(script, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert torchrun(script(CHILD), processes=1).status == 0
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_an_interrupted_run_leaves_nothing(script, tmp_path):
     path = script(SLEEP)
     listen = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # a shell's & turns it off
@@ -184,7 +184,7 @@ torchrun("script.py")
 """
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("code, error", [(FAILS, "RuntimeError"), (IS_INTERRUPTED, "KeyboardInterrupt")])
 def test_a_notebook_that_ends_early_leaves_nothing(code, error, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))

@@ -65,12 +65,12 @@ def test_compare_finds_the_ratio_of_known_sleeps_under_drift(clock):
 
 
 def test_abba_order_is_balanced_and_reversed():
-    order = measure.abba(["a", "b", "c"], rounds=8, seed=1)
+    order = measure._abba(["a", "b", "c"], rounds=8, seed=1)
     for first, second in zip(order[::2], order[1::2]):
         assert second == first[::-1]
     positions = {name: sum(row.index(name) for row in order) for name in "abc"}
     assert set(positions.values()) == {8}  # a drift that grows by one a block costs every arm the same
-    assert order == measure.abba(["a", "b", "c"], rounds=8, seed=1) != measure.abba(["a", "b", "c"], rounds=8, seed=2)
+    assert order == measure._abba(["a", "b", "c"], rounds=8, seed=1) != measure._abba(["a", "b", "c"], rounds=8, seed=2)
 
 
 def test_interval_is_scipys_own():

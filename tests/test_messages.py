@@ -14,7 +14,6 @@ from io import StringIO
 from itertools import pairwise
 
 import ml_dtypes
-import nbformat
 import numpy as np
 import pytest
 import torch
@@ -30,7 +29,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from helpers import explore, messages
-from tools.execute import NOTEBOOKS
 
 MESSAGES = messages.load()
 SYMPTOMS = messages.load("symptom")
@@ -620,17 +618,6 @@ def test_entries_are_complete_and_their_names_are_those_of_pages():
     for fix in MESSAGES.fix:
         assert "\n" not in fix and len(fix) <= 110
         ast.parse(fix)
-
-
-def test_every_case_is_a_heading():
-    headings = {
-        f"{path.stem}#{heading}"
-        for path in NOTEBOOKS.glob("*.ipynb")
-        for cell in nbformat.read(path, as_version=4).cells
-        if cell.cell_type == "markdown"
-        for heading in re.findall(r"^##+ (.+)$", cell.source, re.MULTILINE)
-    }
-    assert not {*MESSAGES.case, *SYMPTOMS.case} - headings
 
 
 def test_what_stops_a_run_comes_before_what_it_only_logs():

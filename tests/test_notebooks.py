@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import cv2
@@ -21,23 +22,6 @@ from tools.reference import environment
 ROOT = NOTEBOOKS.parent
 PATHS = sorted(NOTEBOOKS.glob("*.ipynb"))
 IGNORED = {"nbval-ignore-output", "nbval-skip"}
-COMPARED_AT_LEAST = {
-    "00": 0.70,
-    "01": 0.80,
-    "02": 0.80,
-    "03": 0.70,
-    "04": 0.80,
-    "05": 0.70,
-    "06": 0.80,
-    "07": 0.70,
-    "08": 0.70,
-    "09": 0.60,
-    "10": 0.80,
-    "11": 0.80,
-    "12": 0.75,
-    "13": 0.75,
-    "14": 0.80,
-}
 
 
 @pytest.fixture(params=PATHS, ids=lambda path: path.stem)
@@ -77,28 +61,15 @@ def test_every_cell_has_run_once_in_order_without_error(notebook):
     assert not [output for cell in cells for output in cell.outputs if output.output_type == "error"]
 
 
-def test_enough_cells_are_compared(path, notebook):
+def test_most_cells_are_compared(notebook):
     cells = code_cells(notebook)
     ignored = sum(bool(IGNORED & set(cell.metadata.get("tags", []))) for cell in cells)
-    compared = sum(map(is_compared, cells))
     assert ignored <= 0.30 * len(cells)
-    assert compared >= COMPARED_AT_LEAST[path.stem[:2]] * len(cells), f"{compared} of {len(cells)}"
+    assert sum(map(is_compared, cells)) >= 0.60 * len(cells)
 
 
-def test_every_compared_figure_has_a_printed_summary(notebook):
-    for cell in code_cells(notebook):
-        if any("image/png" in output.get("data", {}) for output in cell.outputs):
-            assert is_compared(cell) or IGNORED & set(cell.metadata.get("tags", [])), cell.source
-
-
-def test_cells_are_short(notebook):
-    for cell in code_cells(notebook):
-        if "training-loop" not in cell.metadata.get("tags", []):
-            code = [line for line in cell.source.splitlines() if not line.startswith("%%writefile")]
-            assert len(code) <= 25, cell.source
-
-
-def test_nothing_of_the_author_s_machine_is_stored(notebook):
+def test_nothing_of_the_author_s_machine_is_stored(path, notebook):
+    assert nbformat.writes(notebook) + "\n" == path.read_text(encoding="utf-8"), "not as tools.execute stores it"
     assert set(notebook.metadata) == {"kernelspec", "language_info"}
     assert notebook.metadata.kernelspec.name == "python3"
     outputs = "\n".join(text for cell in code_cells(notebook) for text in text_outputs(cell))
@@ -106,36 +77,10 @@ def test_nothing_of_the_author_s_machine_is_stored(notebook):
     assert not [o for cell in code_cells(notebook) for o in cell.outputs if o.get("name") == "stderr"]
 
 
-def test_first_screen_tells_what_when_and_for_whom(notebook):
-    first = notebook.cells[0].source
-    assert first.startswith("# ")
-    for phrase in ("You will do", "You will learn", "You need", "minutes.**"):
-        assert phrase in first
-    titles = [cell.source for cell in notebook.cells if cell.cell_type == "markdown" and cell.source.startswith("# ")]
-    assert titles == [first], "one title; all other headings are below it"
-
-
 def test_set_up_cell_is_the_same_everywhere(notebook):
     first = nbformat.read(PATHS[0], as_version=4)
     assert code_cells(notebook)[0].source == code_cells(first)[0].source
-    assert len(code_cells(notebook)[0].source.splitlines()) <= 11  # the first is its name, all that a folded cell shows
     assert code_cells(notebook)[0].metadata.jupyter.source_hidden
-
-
-def test_it_ends_with_questions_and_sources(notebook):
-    text = prose(notebook)
-    assert text.count("<details>") == text.count("</details>") >= 2
-    assert "## Check yourself" in text and "## Where to read more" in text
-
-
-def test_links_lead_somewhere(path, notebook):
-    for target, _, anchor in re.findall(r"\]\((?!https?:)([^)#]+)(#([^)]+))?\)", prose(notebook)):
-        assert (path.parent / target).is_file(), target
-        if anchor:
-            there = prose(nbformat.read(path.parent / target, as_version=4))
-            headings = re.findall(r"^#+ (.+)$", there, re.MULTILINE)
-            assert anchor in [heading.replace(" ", "-") for heading in headings], anchor
-    assert not re.search(r"!\[\]\(", prose(notebook)), "an image needs alt text"
 
 
 def test_what_11_teaches_and_12_needs_is_the_same_text():
@@ -208,7 +153,14 @@ def test_one_changed_number_and_two_changed_names_make_the_test_command_fail(tmp
     assert re.findall(r"^FAILED .*::Cell (\d)", result.stdout, re.MULTILINE) == ["1", "3"]
 
 
-@pytest.mark.slow
+def test_the_test_command_compares_notebooks():
+    """Without --nbval pytest would not even collect them, and nothing would fail."""
+    options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    assert "--nbval " in options["addopts"]
+    assert "notebooks" in options["testpaths"]
+
+
+@pytest.mark.weekly
 def test_another_kind_of_cpu_says_the_same_in_notebook_03(tmp_path, monkeypatch):
     """Without vector instructions and 16-bit units torch rounds otherwise, as other kinds of CPU do."""
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
@@ -267,7 +219,7 @@ def run_experiment(settings, tmp_path, monkeypatch):
     return printed, {(r["what"]["experiment"], r["what"]["arm"]): r["results"] for r in mine}
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_own_photographs_of_five_classes_train_and_an_interrupt_keeps_what_was_measured(tmp_path, monkeypatch):
     settings = OWN_PHOTOGRAPHS.format(folder=str(tmp_path), classes=5) + INTERRUPT
     printed, saved = run_experiment(settings, tmp_path, monkeypatch)
@@ -278,7 +230,7 @@ def test_own_photographs_of_five_classes_train_and_an_interrupt_keeps_what_was_m
     assert "too few runs" in printed
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_diverged_runs_are_reported_and_not_plotted_as_numbers(tmp_path, monkeypatch):
     few_images = OWN_PHOTOGRAPHS.format(folder=str(tmp_path), classes=2)
     printed, saved = run_experiment(few_images + "LR, FP16, EPOCHS = 1e20, True, 4", tmp_path, monkeypatch)
@@ -341,7 +293,7 @@ measure.warm_up, measure.progress = stop_in_the_third_race, stop_in_the_third_tr
 """
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_an_interrupted_ladder_keeps_the_comparisons_and_runs_that_are_complete(tmp_path, monkeypatch):
     for variable, value in environment(tmp_path / "records").items():
         monkeypatch.setenv(variable, value)
@@ -351,7 +303,7 @@ def test_an_interrupted_ladder_keeps_the_comparisons_and_runs_that_are_complete(
     others = [
         cell
         for cell in code_cells(notebook)
-        if {"figure-only", "nbval-ignore-output"} <= {*cell.metadata.get("tags", [])}
+        if ("nbval-ignore-output" in cell.metadata.get("tags", []) and "plots." in cell.source)
         or re.search(r"measure\.compare\(|len\(raced\) ==|what a trace shows", cell.source)
     ]
     notebook.cells = [cell for cell in code_cells(notebook) if cell not in others or "def race" in cell.source]

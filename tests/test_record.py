@@ -36,7 +36,7 @@ def run(folder, *words, card="T4"):
     return done.stdout + done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_dry_run_takes_records_of_a_card_and_a_second_one_has_nothing_left_to_do(tmp_path):
     before = {path.name for path in records.RECORDS.iterdir()}
     stages = ["04 casts", "07 step", "08 ladder, from 0"]
@@ -53,7 +53,7 @@ def test_a_dry_run_takes_records_of_a_card_and_a_second_one_has_nothing_left_to_
     assert before == {path.name for path in records.RECORDS.iterdir()}
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_report_has_every_card_that_someone_has_recorded(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HALF_THE_BITS_SAVE_TO", str(tmp_path))
     invented.write(tmp_path)
@@ -68,7 +68,7 @@ def test_the_report_has_every_card_that_someone_has_recorded(tmp_path, monkeypat
     ("source", "said"),
     [
         # as the system does, out of memory
-        pytest.param("import os; os.kill(os.getpid(), 9)", "DeadKernelError: ", marks=pytest.mark.slow),
+        pytest.param("import os; os.kill(os.getpid(), 9)", "DeadKernelError: ", marks=pytest.mark.weekly),
         ("print('Not saved: 07 step, bf16: the disk is full')", "Not saved: 07 step, bf16: the disk is full"),
         ("1 / 0", "ZeroDivisionError: "),
         ("print('Stopped by RuntimeError: CUDA error: 1 of 20 rounds are complete and kept')", "Stopped by Runtime"),

@@ -237,7 +237,7 @@ records.save(record)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_writer_killed_in_the_middle_leaves_only_whole_records(folder):
     writer = subprocess.Popen([sys.executable, "-c", WRITER], stdout=subprocess.PIPE, env=dict(os.environ))
     assert writer.stdout.readline() == b"written, not yet complete\n"

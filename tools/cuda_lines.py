@@ -1,6 +1,6 @@
 """Which statements behind a CUDA condition have run, of helpers and notebooks.
 
-uv run pytest --pretend "RTX 3090" --lines FOLDER notebooks        # or --gpu, on a real card; any number of times
+uv run python -m pytest -p tests.weekly.pretend --pretend "RTX 3090" --lines FOLDER notebooks    # any number of times
 uv run python -m tools.cuda_lines FOLDER --at-least 95
 """
 

@@ -8,7 +8,7 @@ import pandas as pd
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
-from helpers.dataset import DATA
+from helpers import DATA
 
 
 def write_digits(folder, side=32):

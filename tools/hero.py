@@ -2,7 +2,7 @@
 
 uv run python -m tools.hero
 
-It trains with the cells of notebook 03, as long as each frame says, and writes data/run_that_dies.gif. The last frame
+It trains with the cells of notebook 03, as long as each frame says, and writes docs/run_that_dies.gif. The last frame
 stands first, so that a page that does not move shows how it ends.
 """
 
@@ -14,7 +14,7 @@ from tqdm import tqdm
 from helpers.plots import color_of
 from tools.execute import NOTEBOOKS
 
-PICTURE = NOTEBOOKS.parent / "data" / "run_that_dies.gif"
+PICTURE = NOTEBOOKS.parent / "docs" / "run_that_dies.gif"
 NAMES = ["original", "FP32", "fp16", "fp16 + GradScaler", "bf16"]
 STEPS = [0, 2, 4, 6, 8, 10, 13, 16, 20, 25, 30, 37, 45, 55, 70, 90, 120, 160, 220, 300]
 SIDE, GAP, LEFT, TOP = 96, 14, 300, 56  # pixels, twice as many as the page has

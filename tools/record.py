@@ -172,12 +172,12 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", help="parts of the names of stages; none: all stages")
     parser.add_argument("--report", action="store_true", help="record nothing, print what is recorded")
-    parser.add_argument("--pretend", metavar="CARD", help="a dry run on a card of tests/pretend_cuda.py")
+    parser.add_argument("--pretend", metavar="CARD", help="a dry run on a card of tests/weekly/pretend_cuda.py")
     parser.add_argument("--to", type=Path, default=ROOT / "recorded", help="the folder for the executed copies")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         if options.pretend:
-            from tests import pretend_cuda
+            from tests.weekly import pretend_cuda
 
             os.environ.update(pretend_cuda.environment(options.pretend, scratch))
             os.environ.update(HALF_THE_BITS_SAVE_TO=str(options.to / "records"), HALF_THE_BITS_ROUNDS="2")

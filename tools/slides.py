@@ -1,21 +1,28 @@
-"""Mark every cell for `jupyter nbconvert --to slides`. After a change to a notebook: `uv run python -m tools.slides`.
+"""Write notebooks as slides, each as a page of reveal.js.
+
+uv run python -m tools.slides 03 --to slides             # those whose names contain a word; none: all notebooks
+uv run python -m tools.slides 03 --to slides --local     # reveal.js, RequireJS and jQuery from slides/node_modules
 
 A slide begins with a `##` heading, so a text that has one in its middle is cut in two cells there. Where code and
-figure do not fit on one slide, a tag leaves the code out of the deck. Nothing else changes: words, code and outputs
-stay as they are.
+figure do not fit on one slide, the code is left out. Nothing else changes: words, code and outputs stay as they are.
 """
 
+import argparse
 import re
 from math import ceil
+from pathlib import Path
 
 import nbformat
 from bs4 import BeautifulSoup
+from nbconvert import SlidesExporter
+from tqdm import tqdm
+from traitlets.config import Config
 
 from tools.execute import NOTEBOOKS
 
 SCREEN, LINE = 27, 24  # lines of text on a slide of 1440 x 810, with some room; pixels a line
 WIDE, TALL = 1224, 580  # pixels to which the slides' template enlarges a figure, at most
-FIGURE_ONLY = "figure-only"  # jupyter_nbconvert_config.json knows the tag
+FIGURE_ONLY = "figure-only"  # the tag of a cell whose code is left out
 TAG = re.compile(r"<[^<>]+>")
 FOLDED = re.compile(r"<details>.*?</details>", re.DOTALL)
 FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
@@ -95,6 +102,46 @@ def mark(notebook):
     return notebook
 
 
+def deck(notebook, local=False):
+    """The notebook as slides, an HTML text; `local`: its scripts come from a folder beside it."""
+    settings = {
+        "reveal_width": "1440",
+        "reveal_height": "810",
+        "reveal_scroll": True,
+        "reveal_transition": "none",
+    }
+    if local:
+        settings["reveal_url_prefix"] = "node_modules/reveal.js"
+        settings["require_js_url"] = "node_modules/requirejs/require.js"
+        settings["jquery_url"] = "node_modules/jquery/dist/jquery.min.js"
+    left_out = {"enabled": True, "remove_input_tags": {FIGURE_ONLY}}
+    exporter = SlidesExporter(
+        template_name="slides",
+        extra_template_basedirs=[str(Path(__file__).resolve().parent / "jupyter")],
+        config=Config(SlidesExporter=settings, TagRemovePreprocessor=left_out),
+    )
+    html, _ = exporter.from_notebook_node(mark(notebook))
+    return html
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", help="parts of notebook names; none: all notebooks")
+    parser.add_argument("--to", type=Path, default=Path("slides"), help="the folder to write into")
+    parser.add_argument("--local", action="store_true", help="take the scripts from node_modules in that folder")
+    options = parser.parse_args()
+    paths = [
+        path
+        for path in sorted(NOTEBOOKS.glob("*.ipynb"))
+        if not options.words or any(word in path.name for word in options.words)
+    ]
+    if not paths:
+        parser.error(f"no notebook in {NOTEBOOKS} has one of {options.words} in its name")
+    options.to.mkdir(parents=True, exist_ok=True)
+    for path in tqdm(paths):
+        html = deck(nbformat.read(path, as_version=4), options.local)
+        (options.to / f"{path.stem}.slides.html").write_text(html, encoding="utf-8")
+
+
 if __name__ == "__main__":
-    for path in sorted(NOTEBOOKS.glob("*.ipynb")):
-        nbformat.write(mark(nbformat.read(path, as_version=4)), path)
+    main()

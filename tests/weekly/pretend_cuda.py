@@ -1,6 +1,6 @@
 """A CUDA GPU, pretended: torch and NVML answer as if it were there, and the CPU computes.
 
-`pytest --pretend "RTX 3090"` pretends one of CARDS. `environment(card, folder)` gives the variables with which any
+tests/weekly/pretend.py pretends one of CARDS. `environment(card, folder)` gives the variables with which any
 Python does: a kernel, torchrun's processes.
 
 Each tensor's storage knows on which side it would lie. So this finds a tensor on the wrong side, `.numpy()` of one on
@@ -32,12 +32,12 @@ CANNOT = [
     ("emulate_precision_casts=emulate", (8, 0), "a compiled function would round once"),
 ]
 VARIABLE = "HALF_THE_BITS_PRETEND"
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def environment(card, folder):
     """Variables for a process that pretends `card`, small; what starts it lies in `folder`."""
-    Path(folder, "sitecustomize.py").write_text("import tests.pretend_cuda as pretend\n\npretend.start()\n")
+    Path(folder, "sitecustomize.py").write_text("import tests.weekly.pretend_cuda as pretend\n\npretend.start()\n")
     path = os.pathsep.join([str(folder), str(ROOT)])
     return {VARIABLE: card, "PYTHONPATH": path, "HALF_THE_BITS_SIZE": "small"}
 

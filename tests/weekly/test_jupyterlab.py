@@ -14,11 +14,11 @@ import nbformat
 import pytest
 from playwright.sync_api import Error, expect
 
-from tests.browser import BROWSER, TRACEBACK, move_every_input
+from tests.weekly.browser import BROWSER, TRACEBACK, move_every_input
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 NO_BROWSER = "no Chromium or Chrome on the PATH to drive JupyterLab with"
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(BROWSER is None, reason=NO_BROWSER)]
+pytestmark = [pytest.mark.weekly, pytest.mark.skipif(BROWSER is None, reason=NO_BROWSER)]
 
 
 @pytest.fixture(scope="module")

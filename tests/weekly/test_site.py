@@ -16,11 +16,11 @@ from playwright.sync_api import expect
 from helpers import messages
 from helpers.bitview import BitView
 from helpers.formats import FORMATS
-from tests.browser import BROWSER, TRACEBACK, move_every_input
+from tests.weekly.browser import BROWSER, TRACEBACK, move_every_input
 from tools.execute import NOTEBOOKS
 
 ROOT = NOTEBOOKS.parent
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.weekly
 
 
 def build(source, output):

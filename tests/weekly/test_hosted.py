@@ -33,14 +33,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PATHS = sorted(NOTEBOOKS.glob("*.ipynb"))
 SET_UP = next(cell.source for cell in nbformat.read(PATHS[0], as_version=4).cells if cell.cell_type == "code")
 ALONE = "Put helpers/ and data/ beside this notebook."
-READY = "Ready: torch " + ".".join(version("torch").split(".")[:2])
-
-
-def test_what_is_asked_for_is_what_pyproject_asks_for():
-    only_to_run_notebooks = {"ipython", "jupyterlab", "nbval"}
-    declared = {r for r in PROJECT["project"]["dependencies"] if Requirement(r).name not in only_to_run_notebooks}
-    assert set(ready.NEEDS.split()) == declared
-    assert PROJECT["project"]["requires-python"] == ready.PYTHON
+READY = "Ready."
 
 
 # Where the set-up cell looks. Its "/" is a folder of the test's.
@@ -201,7 +194,7 @@ def test_an_old_package_is_named_and_stays(pip, capsys, monkeypatch):
 def test_torch_s_own_builds_count_as_their_version(number, pip, capsys, monkeypatch):
     with_version(monkeypatch, "torch", number)
     ready.prepare()
-    assert capsys.readouterr().out == f"Ready: torch {'.'.join(number.split('.')[:2])}\n"
+    assert capsys.readouterr().out == "Ready.\n"
 
 
 def test_what_cannot_be_mended_is_said_in_one_sentence(pip, monkeypatch, tmp_path):
@@ -289,20 +282,20 @@ def platform(bare, tmp_path):
     subprocess.run([bare, "-m", "pip", "uninstall", "--yes", "--quiet", "timm"], capture_output=True)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_pip_installs_what_is_missing_and_leaves_the_platform_s_torch(platform):
     write_wheel(platform.index, "timm", "1.0.30", "torch>=2")
     write_wheel(platform.index, "torch", "99.0")
     said = platform()
     assert said == [
         "Installing timm. What is installed already is not changed.",
-        "Ready: torch 2.11",
+        "Ready.",
         "2.11.0+platform",
     ]
-    assert platform() == ["Ready: torch 2.11", "2.11.0+platform"], "the second time there is nothing to do"
+    assert platform() == ["Ready.", "2.11.0+platform"], "the second time there is nothing to do"
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_package_that_needs_another_torch_is_refused(platform):
     write_wheel(platform.index, "timm", "1.0.30", "torch>=3")
     write_wheel(platform.index, "torch", "99.0")
@@ -344,7 +337,7 @@ print(first.parent)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_records_go_elsewhere_where_data_is_read_only(read_only, tmp_path):
     folder, temporary = tmp_path / "input", tmp_path / "temporary"
     for name in ("helpers", "tests", "tools"):
@@ -396,7 +389,7 @@ def first_error(tmp_path, monkeypatch):
     return run
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_notebook_alone_beside_copies_runs(tmp_path, monkeypatch, first_error):
     for variable, value in environment(tmp_path / "records").items():
         monkeypatch.setenv(variable, value)

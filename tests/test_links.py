@@ -1,0 +1,60 @@
+"""Every link and every anchor leads somewhere: in notebooks, docs, README, GLOSSARY and the messages."""
+
+import re
+from functools import cache
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from helpers import messages
+from tools.execute import NOTEBOOKS
+
+ROOT = NOTEBOOKS.parent
+DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("data/*.md"), *NOTEBOOKS.glob("*.ipynb")]
+LINK = re.compile(r"\]\((?!https?:|mailto:|\.\./\.\./actions)([^)#\s]*)(?:#([^)\s]+))?\)")
+FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+
+
+@cache
+def text(path):
+    """The Markdown of a document or of a notebook, without its code."""
+    if path.suffix != ".ipynb":
+        return FENCED.sub("", path.read_text(encoding="utf-8"))
+    cells = nbformat.read(path, as_version=4).cells
+    return FENCED.sub("", "\n\n".join(cell.source for cell in cells if cell.cell_type == "markdown"))
+
+
+def headings(path):
+    return re.findall(r"^#+ (.+)$", text(path), re.MULTILINE)
+
+
+def anchors(path):
+    """The anchors of a document's headings, as GitHub and the site write them, and as JupyterLab does."""
+    found = set(map(messages.anchor, headings(path)))
+    if path.suffix == ".ipynb":
+        found |= {heading.replace(" ", "-") for heading in headings(path)}
+    return found
+
+
+@pytest.mark.parametrize("path", sorted(DOCUMENTS), ids=lambda path: path.name)
+def test_links_and_anchors_lead_somewhere(path):
+    for target, anchor in LINK.findall(text(path)):
+        there = (path.parent / target).resolve() if target else path
+        assert there.exists(), target
+        if anchor:
+            assert anchor in anchors(there), f"{target}#{anchor}"
+
+
+def test_every_message_and_symptom_leads_to_a_heading():
+    for case in [*messages.load().case, *messages.load("symptom").case]:
+        notebook, heading = case.split("#")
+        assert heading in headings(NOTEBOOKS / f"{notebook}.ipynb"), case
+
+
+def test_what_is_broken_is_found(tmp_path):
+    (tmp_path / "b.md").write_text("# What is there?\n", encoding="utf-8")
+    links = "[a](b.md#what-is-there) [b](c.md) [c](b.md#what)"
+    (tmp_path / "a.md").write_text(links, encoding="utf-8")
+    assert LINK.findall(text(Path(tmp_path / "a.md"))) == [("b.md", "what-is-there"), ("c.md", ""), ("b.md", "what")]
+    assert anchors(tmp_path / "b.md") == {"what-is-there"}
