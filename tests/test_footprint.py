@@ -38,7 +38,7 @@ from helpers.measure import kept_for_backward
 
 NEWER = pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 cannot do it without a device")
 OLD = pytest.mark.skipif(torch.__version__ >= "2.12", reason="torch 2.11 refuses it")
-# timm's, small ones first; most with --all only
+# timm's, small ones first; most with --weekly only
 SLOW = ["test_vit", "test_convnext", "tf_efficientnet_b0", "resnet50", "vit_small_patch16_224", "mobilenetv3_small_100"]
 SLOW += ["regnety_008", "convnext_tiny", "swin_tiny_patch4_window7_224", "mixer_s32_224"]
 FAMILIES = ["test_efficientnet", "test_resnet", *(pytest.param(name, marks=pytest.mark.weekly) for name in SLOW)]

@@ -27,8 +27,8 @@ HELPERS = ROOT / "helpers"
 TESTS = {  # others: test_NAME, and test_check for exercises
     "__init__": ["test_check", "test_progress"],
     "passed": ["test_progress"],
-    "ready": ["test_hosted"],
-    "records": ["test_records", "test_hosted"],
+    "ready": ["weekly/test_hosted"],
+    "records": ["test_records"],
 }
 OPPOSITES = [
     (ast.Lt, ast.LtE),
@@ -128,7 +128,7 @@ def survives(path, source, folder):
     there = folder / path.relative_to(ROOT)
     original = there.read_text(encoding="utf-8")
     there.write_text(source, encoding="utf-8")
-    command = [sys.executable, "-m", "pytest", "--all", "-x", "-q", "-n", "0", *tests_of(path)]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", *tests_of(path)]
     environment = os.environ | {"PYTHONPATH": str(folder)}
     try:
         result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, timeout=900)

@@ -1,6 +1,6 @@
 """Notebooks on somebody else's machine: its torch stays, what is missing is installed, what cannot be written is not.
 
-`uv run pytest tests/test_hosted.py --hosted 3.13 -n 0` also makes environments with only torch and a kernel,
+`uv run pytest tests/weekly/test_hosted.py --hosted 3.13 -n 0` also makes environments with only torch and a kernel,
 and runs every notebook in them. That needs a package index and some 30 minutes for each Python.
 """
 
