@@ -103,12 +103,6 @@ def test_top_level_is_the_agreed_one():
     assert not [path for path in tracked() if Path(path).name in ("uv.lock", "requirements.txt", "poetry.lock")]
 
 
-@pytest.mark.parametrize("command", [["check"], ["format", "--check"]])
-def test_code_and_notebooks_are_in_ruff_s_style(command):
-    result = subprocess.run([sys.executable, "-m", "ruff", *command], cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout + result.stderr
-
-
 def test_links_to_hosted_platforms_are_written_for_an_address_and_replaced():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert "colab.research" not in readme, "no address is invented"

@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import cv2
@@ -151,13 +150,6 @@ def test_one_changed_number_and_two_changed_names_make_the_test_command_fail(tmp
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=variables)
     assert result.returncode == 1 and "2 failed, 2 passed" in result.stdout, result.stdout
     assert re.findall(r"^FAILED .*::Cell (\d)", result.stdout, re.MULTILINE) == ["1", "3"]
-
-
-def test_the_test_command_compares_notebooks():
-    """Without --nbval pytest would not even collect them, and nothing would fail."""
-    options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
-    assert "--nbval " in options["addopts"]
-    assert "notebooks" in options["testpaths"]
 
 
 @pytest.mark.weekly
