@@ -47,7 +47,10 @@ def time_block(step, steps, device, drop=0):
 
 
 def _at_most(rounds):
-    """`rounds`, or fewer where HALF_THE_BITS_ROUNDS says so: tests time everything, and need no narrow intervals."""
+    """`rounds`, or fewer where HALF_THE_BITS_ROUNDS says so: tests time everything, and need no narrow intervals.
+
+    The same number limits the steps of a block.
+    """
     rounds = min(rounds, int(os.environ.get("HALF_THE_BITS_ROUNDS") or rounds))
     if rounds < 1:
         raise ValueError(f"{rounds} rounds measure nothing; take 1 or more, and HALF_THE_BITS_ROUNDS likewise")
@@ -61,6 +64,7 @@ def warm_up(step, device, steps=5, tolerance=0.01, at_most=18):
     Compilation, autotuning and the allocator's growth end up in here, not in what is measured afterwards.
     """
     step()
+    steps = _at_most(steps)
     blocks = []
     for _ in range(_at_most(at_most)):
         blocks.append(time_block(step, steps, device))
@@ -93,6 +97,7 @@ def compare(arms, device, images, rounds=20, steps=10, drop=2):
     without one, it goes on.
     """
     rows, rounds = [], _at_most(rounds)
+    steps = _at_most(steps)
     with progress(total=rounds * len(arms), desc="Timing", unit="block") as bar:
         try:
             for number, order in enumerate(_abba(list(arms), rounds)):

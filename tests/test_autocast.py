@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import timm
 import torch
 import torch.nn.functional as F
 
@@ -45,9 +44,6 @@ def test_cuda_policies_are_those_of_the_header():
     ours = {op: policy for op, policy in policies("cuda").items() if op[0].startswith("aten::")}  # torchvision has some
     theirs = header_policies()
     assert len(theirs) > 100
-    for policy in ("lower", "fp32", "promote"):
-        print(f"torch {torch.__version__}: {list(ours.values()).count(policy)} {policy}, ", end="")
-        print(f"{list(theirs.values()).count(policy)} in the header")
     # These are registered elsewhere: in autocast_mode.cpp and cudnn/AutocastRNN.cpp.
     cuda_only = {op: policy for op, policy in ours.items() if op not in theirs}
     assert {op: policy for op, policy in ours.items() if op in theirs} == theirs
@@ -64,16 +60,10 @@ def a(*shape):
 # Real calls on the CPU: {op: call on the tensors that it makes with f}.
 LOWER = {
     "mm": lambda f: torch.mm(f(2, 3), f(3, 4)),
-    "bmm": lambda f: torch.bmm(f(5, 2, 3), f(5, 3, 4)),
     "matmul": lambda f: torch.matmul(f(5, 2, 3), f(3, 4)),
     "addmm": lambda f: torch.addmm(f(2, 4), f(2, 3), f(3, 4)),
-    "addbmm": lambda f: torch.addbmm(f(2, 4), f(5, 2, 3), f(5, 3, 4)),
-    "baddbmm": lambda f: torch.baddbmm(f(5, 2, 4), f(5, 2, 3), f(5, 3, 4)),
     "linear": lambda f: F.linear(f(2, 3), f(4, 3)),
-    "conv1d": lambda f: F.conv1d(f(1, 2, 8), f(3, 2, 3)),
     "conv2d": lambda f: F.conv2d(f(1, 2, 8, 8), f(3, 2, 3, 3)),
-    "conv3d": lambda f: F.conv3d(f(1, 2, 8, 8, 8), f(3, 2, 3, 3, 3)),
-    "conv_transpose1d": lambda f: F.conv_transpose1d(f(1, 2, 8), f(2, 3, 3)),
     "conv_transpose2d": lambda f: F.conv_transpose2d(f(1, 2, 8, 8), f(2, 3, 3, 3)),
     "conv_tbc": lambda f: torch.conv_tbc(f(8, 2, 3), f(3, 3, 4), f(4)),
     "prelu": lambda f: F.prelu(f(2, 3) - 0.5, f(3)),
@@ -84,40 +74,26 @@ LOWER = {
 }
 FP32 = {
     "mse_loss": lambda f: F.mse_loss(f(3), f(3)),
-    "l1_loss": lambda f: F.l1_loss(f(3), f(3)),
-    "smooth_l1_loss": lambda f: F.smooth_l1_loss(f(3), f(3)),
     "huber_loss": lambda f: F.huber_loss(f(3), f(3)),
     "kl_div": lambda f: F.kl_div(f(3), f(3), reduction="sum"),
     "cross_entropy_loss": lambda f: F.cross_entropy(f(3, 5), torch.tensor([0, 1, 2])),
     "nll_loss": lambda f: F.nll_loss(f(3, 5), torch.tensor([0, 1, 2])),
     "binary_cross_entropy": lambda f: F.binary_cross_entropy(f(3) / 2, f(3) / 2),
     "binary_cross_entropy_with_logits": lambda f: F.binary_cross_entropy_with_logits(f(3), f(3)),
-    "hinge_embedding_loss": lambda f: F.hinge_embedding_loss(f(3), f(3)),
-    "poisson_nll_loss": lambda f: F.poisson_nll_loss(f(3), f(3)),
-    "soft_margin_loss": lambda f: F.soft_margin_loss(f(3), f(3)),
     "triplet_margin_loss": lambda f: F.triplet_margin_loss(f(2, 3), f(2, 3), f(2, 3)),
-    "margin_ranking_loss": lambda f: F.margin_ranking_loss(f(3), f(3), f(3)),
     "cosine_embedding_loss": lambda f: F.cosine_embedding_loss(f(2, 3), f(2, 3), f(2)),
-    "multi_margin_loss": lambda f: F.multi_margin_loss(f(3, 5), torch.tensor([0, 1, 2])),
-    "avg_pool3d": lambda f: F.avg_pool3d(f(1, 2, 4, 4, 4), 2),
     "adaptive_avg_pool3d": lambda f: F.adaptive_avg_pool3d(f(1, 2, 4, 4, 4), 2),
     "grid_sampler": lambda f: F.grid_sample(f(1, 2, 4, 4), f(1, 3, 3, 2), align_corners=False),
     "cdist": lambda f: torch.cdist(f(2, 3), f(4, 3)),
     "inverse": lambda f: torch.inverse(f(3, 3)),
-    "linalg_inv": lambda f: torch.linalg.inv(f(3, 3)),
-    "linalg_qr": lambda f: torch.linalg.qr(f(3, 3))[0],
-    "linalg_svd": lambda f: torch.linalg.svd(f(3, 3))[1],
     "linalg_svdvals": lambda f: torch.linalg.svdvals(f(3, 3)),
     "linalg_eigh": lambda f: torch.linalg.eigh(f(3, 3))[0],
     "linalg_solve": lambda f: torch.linalg.solve(f(3, 3), f(3)),
     "linalg_matrix_rank": lambda f: torch.linalg.matrix_rank(f(3, 3)).float(),
-    "linalg_cond": lambda f: torch.linalg.cond(f(3, 3)),
     "trace": lambda f: torch.trace(f(3, 3)),
     "fft_fft": lambda f: torch.fft.fft(f(8)).real,
-    "fft_rfft": lambda f: torch.fft.rfft(f(8)).real,
     "fft_hfft": lambda f: torch.fft.hfft(torch.complex(f(5).float(), f(5).float())),
     "quantile": lambda f: torch.quantile(f(8), 0.5),
-    "nanquantile": lambda f: torch.nanquantile(f(8), 0.5),
     "pinverse": lambda f: torch.pinverse(f(3, 3)),
 }
 PROMOTE = {
@@ -144,8 +120,7 @@ def test_cpu_policies_are_what_real_calls_show():
                 assert call(make).dtype == returned, name
             assert listed == {expected}, name
             calls += 1
-    print(f"{calls} ops called on the CPU behave as cast_policies says")
-    assert calls >= 40
+    assert calls >= 26
 
 
 def test_every_registration_has_its_row_and_none_is_unknown():
@@ -166,29 +141,18 @@ def test_every_registration_has_its_row_and_none_is_unknown():
 
 
 @pytest.mark.weekly
-def test_probing_is_quick_and_silent_and_leaves_autocast_as_it_was():
+def test_probing_is_silent_and_leaves_autocast_as_it_was():
     script = (
-        "import time, torch, helpers.autocast as a; began = time.perf_counter(); a.cast_policies('cuda');"
-        "print(time.perf_counter() - began); assert not torch.is_autocast_enabled('cuda');"
-        "assert torch.is_autocast_cache_enabled()"
+        "import torch, helpers.autocast as a; a.cast_policies('cuda');"
+        "assert not torch.is_autocast_enabled('cuda'); assert torch.is_autocast_cache_enabled()"
     )
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert run.stderr == ""
-    print(f"cast_policies('cuda') took {float(run.stdout):.1f} s")
-    assert float(run.stdout) < 10
 
 
 def test_unknown_device_type_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match="autocast knows no device type 'tpu', only cpu, cuda"):
         cast_policies("tpu")
-
-
-def test_a_rule_registered_by_the_user_is_found():
-    with torch.library._scoped_library("half_bits", "FRAGMENT") as library:
-        library.define("double(Tensor x) -> Tensor")
-        library.impl("double", lambda x: 2 * x, "CompositeExplicitAutograd")
-        torch.library.register_autocast("half_bits::double", "cuda", torch.float16, lib=library)
-        assert policies("cuda")["half_bits::double", ""] == "lower"
 
 
 def casts_of(table):
@@ -249,18 +213,6 @@ def test_models_of_hugging_face_are_traced_as_they_are(name):
     assert "float16" in trace.output.values
 
 
-def test_trace_of_the_running_example():
-    model = timm.create_model("tf_efficientnet_b0", num_classes=1)
-    table = trace_casts(model, torch.empty(32, 3, 512, 384))
-    assert "float16" in table.output.iloc[-1] and model.training
-    weights = [w for name, w in model.named_parameters() if "bn" not in name]
-    casts = casts_of(table)
-    assert casts == {"weight float32 -> float16": len(weights), "activation float32 -> float16": 1}
-    # The one activation is the image batch, which EfficientNet's first convolution pads by a pixel at two edges.
-    moved = sum(w.numel() for w in weights) + 32 * 3 * 513 * 385
-    assert table.cast_bytes.sum() == (4 + 2) * moved
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_rnn_without_the_device_runs_without_cudnn():
     table = trace_casts(torch.nn.LSTM(8, 8), torch.randn(3, 2, 8))
@@ -292,15 +244,10 @@ def test_casts_asked_for_are_ops_of_their_own():
 
 
 def test_short_module_names_are_found():
-    class M(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.l = torch.nn.Linear(2, 2)
+    class M(torch.nn.Sequential):
+        pass
 
-        def forward(self, x):
-            return self.l(x)
-
-    assert set(trace_casts(M(), torch.ones(1, 2)).module) == {"M.l"}
+    assert set(trace_casts(M(torch.nn.Linear(2, 2)), torch.ones(1, 2)).module) == {"M.0"}
 
 
 def test_what_cannot_be_traced_is_refused_in_words():
@@ -313,8 +260,6 @@ def test_what_cannot_be_traced_is_refused_in_words():
     for dtype in (torch.int8, torch.float32):
         with pytest.raises(ValueError, match=f"casts to torch.float16 or torch.bfloat16, not to {dtype}"):
             trace_casts(layer, torch.ones(1, 2), dtype=dtype)
-    with pytest.raises(ValueError, match=r"^fn asks for values, as \.item"):
-        trace_casts(lambda x: x * x.sum().item(), torch.ones(1, 2), fake=True)
 
     class Gate(torch.nn.Module):
         def forward(self, x):

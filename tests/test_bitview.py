@@ -14,10 +14,7 @@ from helpers.formats import FORMATS
 
 def test_text_shows_fields_value_code_and_kind():
     assert repr(BitView(-6.25, "fp16")) == "fp16       1 | 10001 | 1001000000   -6.25   0xc640   normal"
-    assert (
-        repr(BitView(0x0001, "bf16"))
-        == "bf16       0 | 00000000 | 0000001   9.183549615799121e-41   0x0001   subnormal"
-    )
+    assert repr(BitView(1, "fp8_e5m2")) == "fp8_e5m2   0 | 00000 | 01   1.52587890625e-05   0x01   subnormal"
     assert repr(BitView(6.0, "fp4_e2m1fn")) == "fp4_e2m1fn 0 | 11 | 1   6.0   0x7   normal"
 
 
@@ -65,12 +62,6 @@ def test_neighbours_are_the_next_numbers(name):
             assert above == (numbers[place + 1] if place + 1 < numbers.size else None)
 
 
-def test_every_box_brings_its_own_text_colour():
-    page = BitView(0.1, "fp16")._repr_html_()
-    assert page.count("color:black;background:#") == 3
-    assert all(text in page for text in ("01011", "1001100110", "0.0999755859375", "0x2e66", "by -2.44e-05"))
-
-
 @pytest.mark.parametrize(
     "value_or_code, name, error", [(70_000, "fp16", ValueError), ("1", "fp16", TypeError), (1.0, "fp17", KeyError)]
 )
@@ -89,17 +80,15 @@ def bits_shown(explorer):
 
 
 def test_explorer_shows_what_is_clicked(explorer):
-    assert bits_shown(explorer) == f"{0x2E66:016b}" and explorer.number.value == "0.1"
-    assert explorer.bits[15].style.button_color == bitview._PALE["sign"]
+    assert bits_shown(explorer) == f"{0x2E66:016b}"
+    assert explorer.number.value == "0.1"
     explorer.bits[15].click()
-    assert explorer.view.value == -0.0999755859375 and explorer.number.value == "-0.0999755859375"
-    assert "-0.0999755859375</b>" in explorer.result.value and bits_shown(explorer)[0] == "1"
-    assert explorer.bits[15].style.button_color == bitview._COLORS["sign"]
-    looks = {(button.description, button.style.font_weight) for button in explorer.bits if button.description}
-    assert looks == {("1", "bold"), ("0", "normal")}
+    assert explorer.view.value == -0.0999755859375
+    assert explorer.number.value == "-0.0999755859375"
+    assert "-0.0999755859375</b>" in explorer.result.value
+    assert bits_shown(explorer)[0] == "1"
     explorer.steps[1].click()
     assert explorer.view.code == 0xAE65
-    assert explorer.bits[15].tooltip == "bit 15, sign" and explorer.bits[10].tooltip == "bit 10, exponent"
     assert [caption.value for caption in explorer.captions.values()] == ["sign 1", "exponent 11", "fraction 613"]
     assert "spacing here: 6.10352e-05" in explorer.result.value
     explorer.number.value = "inf"
@@ -115,9 +104,8 @@ def test_explorer_keeps_the_typed_number_over_formats(explorer):
     assert explorer.view.value == -float(np.float32(0.1))
 
 
-READ = {" 1 ": 0x3C00, "2^-24": 1, "2**-25": 0, "-2^4": 0xCC00, "1/3": 0x3555, "-1/3": 0xB555, "1e9": 0x7C00}
-READ |= {"\N{MINUS SIGN}2": 0xC000, "0x7e01": 0x7E01}
-READ |= {"inf": 0x7C00, "-INF": 0xFC00, "-0": 0x8000, "nan": 0x7E00, "0x3C00": 0x3C00, "0b11": 3}
+READ = {" 1 ": 0x3C00, "2^-24": 1, "2**-25": 0, "-2^4": 0xCC00, "-1/3": 0xB555, "1e9": 0x7C00}
+READ |= {"\N{MINUS SIGN}2": 0xC000, "-INF": 0xFC00, "-0": 0x8000, "nan": 0x7E00, "0x3C00": 0x3C00, "0b11": 3}
 
 
 @pytest.mark.parametrize("text, code", READ.items())
@@ -126,7 +114,7 @@ def test_explorer_reads_numbers_as_people_write_them(explorer, text, code):
     assert explorer.view.code == code and not explorer.problem.value
 
 
-REFUSED = dict.fromkeys(["a tenth", "", "codes", "2^3^4", "0xzz"], "is not a number")
+REFUSED = dict.fromkeys(["a tenth", "", "2^3^4", "0xzz"], "is not a number")
 REFUSED |= dict.fromkeys(["0x10000", hex(2**64)], "codes are integers from 0 to 0xffff")
 REFUSED |= {"1/0": "division by zero", "10^400": "too large", "<b>": "&lt;b&gt;"}
 
@@ -140,49 +128,35 @@ def test_explorer_explains_what_it_cannot_read_and_keeps_the_rest(explorer, text
     assert not explorer.problem.value and explorer.view.code == 0x2E67
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_explorer_draws_every_kind_of_number(explorer, name):
-    explorer.format.value = name
-    last = 2 ** FORMATS[name].bits - 1
-    for code in {*np.linspace(0, last, 200).astype(int).tolist(), 0, 1, last // 2, last // 2 + 1, last}:
-        explorer.show(BitView(code, name))
-        assert repr(BitView(code, name).value) in explorer.result.value and explorer.result.value.count("<svg") == 1
-
-
 def pointers(view):
     """The x of each triangle in the number line, after a check that everything is drawn within it."""
     drawing = bitview._number_line(view)
     places = [float(x) for x in re.findall(r"(?:M|x=\")(-?[\w.]+)", drawing)]
     assert all(0 <= x <= 640 for x in places), drawing
-    assert set(re.findall(r'(?:fill|stroke)="(\w+)"', drawing)) == {"currentColor"}
     return [float(x) for x in re.findall(r'd="M([\d.]+) \d+ l-?(?:5|12)', drawing)]
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("value", [0.1, -0.1, 1e300, -1e300, 5e-324, math.inf, -math.inf, math.nan, 0.0, 1.0, 3.0])
-def test_number_line_stays_in_its_frame(name, value):
-    pointers(BitView(value, name))
+def test_explorer_draws_every_kind_of_number_and_its_number_line_stays_in_the_frame(explorer, name):
+    explorer.format.value = name
+    last = 2 ** FORMATS[name].bits - 1
+    values = [0.1, -0.1, 1e300, -1e300, 5e-324, math.inf, -math.inf, math.nan, 0.0, 1.0, 3.0]
+    for number in [0, 1, last // 2, last // 2 + 1, last, *values]:
+        view = BitView(number, name)
+        explorer.show(view)
+        assert repr(view.value) in explorer.result.value
+        pointers(view)
 
 
 def test_number_line_points_at_the_typed_number():
     middle, size = pointers(BitView(1.0, "fp16"))
     above, _ = pointers(BitView(1 + 2**-12, "fp16"))  # a quarter of the way to the next number
     below, _ = pointers(BitView(1 - 2**-13, "fp16"))
-    assert middle == 320 and above - middle == 60 and middle - below == 30
+    assert (middle, above - middle, middle - below) == (320, 60, 30)
     assert pointers(BitView(-1.0, "fp16"))[1] == size  # the second line shows the size alone
     assert size < pointers(BitView(1000.0, "fp16"))[1] < 580
     assert pointers(BitView(1e6, "fp16")) == pointers(BitView(math.inf, "fp16")) == [616]  # beyond the line's end
     assert pointers(BitView(1e-9, "fp16"))[1] == pointers(BitView(0.0, "fp16"))[1] == 24
-
-
-def test_captions_of_the_number_line_stand_above_it_and_numbers_below():
-    drawing = bitview._number_line(BitView(0.1, "fp16"))
-    lines = [float(y) for y in re.findall(r'd="M40 (\d+) h', drawing)]
-    texts = re.findall(r'y="(-?\d+)"( text-anchor="start")?', drawing)
-    above = [float(y) for y, caption in texts if caption]
-    below = [float(y) for y, caption in texts if not caption]
-    assert len(lines) == len(above) == 2 and set(below) == {y + 20 for y in lines}
-    assert above[0] < lines[0] < max(below[:3]) < above[1] < lines[1], "none lies on another"
 
 
 def test_page_without_a_kernel_shows_fixed_numbers(monkeypatch):
@@ -192,5 +166,4 @@ def test_page_without_a_kernel_shows_fixed_numbers(monkeypatch):
     fixed, live = shown
     assert "0.10009765625" in fixed["text/html"] and "0.10009765625" in fixed["text/plain"]
     assert fixed["text/html"].startswith('<div class="bitview-fixed" data-format="bf16" data-value="0.1">')
-    assert fixed["text/html"].count("<code") == 5
     assert live["text/plain"] == "" and "application/vnd.jupyter.widget-view+json" in live

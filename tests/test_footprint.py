@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import math
 import threading
-import time
 import warnings
 from functools import cache
 from itertools import product
@@ -17,7 +16,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, scaled_dot_product_attention
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
 
 from helpers import footprint
 from helpers.autocast import on_device
@@ -38,10 +36,13 @@ from helpers.measure import kept_for_backward
 
 NEWER = pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 cannot do it without a device")
 OLD = pytest.mark.skipif(torch.__version__ >= "2.12", reason="torch 2.11 refuses it")
-# timm's, small ones first; most with --weekly only
-SLOW = ["test_vit", "test_convnext", "tf_efficientnet_b0", "resnet50", "vit_small_patch16_224", "mobilenetv3_small_100"]
-SLOW += ["regnety_008", "convnext_tiny", "swin_tiny_patch4_window7_224", "mixer_s32_224"]
-FAMILIES = ["test_efficientnet", "test_resnet", *(pytest.param(name, marks=pytest.mark.weekly) for name in SLOW)]
+# timm's, small ones first
+NAMES = ["test_efficientnet", "test_resnet", "test_vit", "test_convnext", "tf_efficientnet_b0"]
+NAMES += ["resnet50", "vit_small_patch16_224", "mobilenetv3_small_100", "regnety_008"]
+NAMES += ["convnext_tiny", "swin_tiny_patch4_window7_224", "mixer_s32_224"]
+QUICK = [("test_resnet", "fp32"), ("test_efficientnet", "bf16")]
+SLOW = [each for each in product(NAMES, ["fp32", "bf16"]) if each not in QUICK]
+FAMILIES = [*QUICK, *(pytest.param(*each, marks=pytest.mark.weekly) for each in SLOW)]
 
 
 class OnDemand(dict):
@@ -63,8 +64,8 @@ def shape_of(model):
 
 
 @cache
-def predicted(model, precision, device_type="cuda", optimizer="sgd"):
-    return predict_memory(lambda: model, shape_of(model), precision, optimizer, device_type)
+def predicted(model, precision, device_type="cuda"):
+    return predict_memory(lambda: model, shape_of(model), precision, "sgd", device_type)
 
 
 def loss_of(model, batch, precision):
@@ -105,17 +106,26 @@ def tracked_peak(model, batch, precision, optimizer="sgd"):
 
 
 @cache
-def tracked(model, precision, optimizer="sgd"):
-    return tracked_peak(model, torch.empty(shape_of(model)), precision, optimizer)
+def tracked(model, precision):
+    return tracked_peak(model, torch.empty(shape_of(model)), precision)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", FAMILIES)
-def test_activations_and_peak_are_those_of_a_cpu(models, name, precision):
+# On CUDA, autocast runs softmax and layer_norm in float32, and keeps more than on a CPU.
+WIDER_ON_CUDA = {"test_convnext", "convnext_tiny", "swin_tiny_patch4_window7_224", "mixer_s32_224"}
+
+
+@pytest.mark.parametrize("name, precision", FAMILIES)
+def test_activations_and_peak_are_those_of_a_cpu_and_cudas_alike(models, name, precision):
     model = models[name]
+    on_cpu = kept(model, precision)
     estimate = predicted(model, precision, "cpu")
-    assert sum(estimate.activations.values()) == pytest.approx(kept(model, precision), rel=0.02)
+    assert sum(estimate.activations.values()) == pytest.approx(on_cpu, rel=0.02)
     assert estimate.peak == pytest.approx(tracked(model, precision), rel=0.02)
+    on_cuda = sum(predicted(model, precision).activations.values())
+    if precision == "bf16" and name in WIDER_ON_CUDA:
+        assert 1.02 < on_cuda / on_cpu < 1.10
+    else:
+        assert on_cuda == pytest.approx(on_cpu, rel=0.02)
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["NCHW", "NHWC"])
@@ -140,41 +150,15 @@ def test_known_results_are_what_torch_finds(training, dtype, layout):
                 assert ours.device == theirs.device
 
 
-@pytest.mark.parametrize("optimizer", ["sgd_momentum", "adamw"])
-def test_the_peak_holds_the_optimizers_state(models, optimizer):
-    model = models["test_resnet"]
-    peak = predicted(model, "fp32", "cpu", optimizer).peak
-    assert peak == pytest.approx(tracked(model, "fp32", optimizer), rel=0.02)
-    assert peak > predicted(model, "fp32", "cpu").peak
-
-
-# On CUDA, autocast runs softmax and layer_norm in float32, and what they keep is wider there than on a CPU.
-WIDER_UNDER_CUDA_AUTOCAST = {"test_convnext", "convnext_tiny", "swin_tiny_patch4_window7_224", "mixer_s32_224"}
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", FAMILIES)
-def test_cuda_keeps_the_same_but_for_autocasts_other_rules(models, name, precision):
-    model = models[name]
-    on_cuda = sum(predicted(model, precision).activations.values())
-    on_cpu = kept(model, precision)
-    if precision == "bf16" and name in WIDER_UNDER_CUDA_AUTOCAST:
-        assert 1.02 < on_cuda / on_cpu < 1.10
-    else:
-        assert on_cuda == pytest.approx(on_cpu, rel=0.02)
-
-
-@pytest.mark.parametrize(
-    ("name", "precision"), [("test_resnet", "fp32"), pytest.param("test_vit", "bf16", marks=pytest.mark.weekly)]
-)
-def test_checkpointing_is_predicted(models, name, precision):
-    model = copy.deepcopy(models[name])
+def test_checkpointing_is_predicted(models):
+    plain = models["test_resnet"]
+    model = copy.deepcopy(plain)
     model.set_grad_checkpointing()
     for device_type in ("cpu", "cuda"):
-        estimate = predicted(model, precision, device_type)
-        assert sum(estimate.activations.values()) == pytest.approx(kept(model, precision), rel=0.02)
-        assert estimate.peak == pytest.approx(tracked(model, precision), rel=0.02)
-        assert estimate.peak < predicted(models[name], precision, device_type).peak
+        estimate = predicted(model, "fp32", device_type)
+        assert sum(estimate.activations.values()) == pytest.approx(kept(model, "fp32"), rel=0.02)
+        assert estimate.peak == pytest.approx(tracked(model, "fp32"), rel=0.02)
+        assert estimate.peak < predicted(plain, "fp32", device_type).peak
 
 
 class Double(torch.autograd.Function):
@@ -223,9 +207,8 @@ def test_the_walk_through_the_graph_gives_the_engines_gradients(function_in_pyth
     assert losses == []
 
 
-@pytest.mark.parametrize("name", ["test_efficientnet", "test_vit"])
-def test_everything_but_weights_gradients_and_momentum_is_freed(models, name):
-    model = models[name]
+def test_everything_but_weights_gradients_and_momentum_is_freed(models):
+    model = models["test_efficientnet"]
     last = predict_memory(lambda: model, shape_of(model), "fp16").timeline.iloc[-1]
     assert last["other"] == 0
     assert last["gradients"] == last["parameters"] == last["optimizer state"]
@@ -250,19 +233,13 @@ def test_the_parts_are_exact():
     pure = predict_memory(build, shape, "pure_bf16")
     assert 2 * pure.parameters == weights
     assert pure.activations["bfloat16"] > 0.8 * sum(pure.activations.values())
+    assert (pure.timeline[KINDS] % 512 == 0).all(axis=None), "torch allocates blocks of 512 bytes"
 
 
-def test_the_peak_is_the_largest_row_of_the_timeline_in_blocks_of_512_bytes():
-    estimate = predict_memory(lambda: nn.Sequential(nn.Flatten(), nn.Linear(12, 1)), (2, 3, 2, 2), "fp32")
-    assert estimate.peak == estimate.timeline[KINDS].sum(axis=1).max()
-    assert (estimate.timeline[KINDS] % 512 == 0).all(axis=None)
-    assert list(estimate.timeline.phase.unique()) == ["forward", "backward", "optimizer"]
-
-
-def test_a_prediction_leaves_the_model_as_it_is(models):
-    model = models["test_resnet"]
+def test_a_prediction_leaves_the_model_as_it_is():
+    model = nn.Sequential(nn.Linear(12, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     before = copy.deepcopy(model.state_dict())
-    predict_memory(lambda: model, shape_of(model), "fp16")
+    predict_memory(lambda: model, (8, 12), "fp16")
     assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
     assert all(weight.grad is None and weight.device.type == "cpu" for weight in model.parameters())
     assert not torch.is_autocast_enabled("cuda")
@@ -284,26 +261,6 @@ class Attributes(nn.Module):
 def test_unusual_models_are_predicted(device_type):
     estimate = predict_memory(Attributes, (2, 3, 2, 2), "fp16", device_type=device_type)
     assert estimate.gradients == estimate.parameters == 4000
-
-
-class Reentrant(nn.Linear):
-    def forward(self, x):
-        return checkpoint(super().forward, x.flatten(1).requires_grad_(), use_reentrant=True)
-
-
-def test_reentrant_checkpointing_is_refused():
-    with pytest.raises(ValueError, match="use_reentrant=False"):
-        predict_memory(lambda: Reentrant(12, 1), (2, 3, 2, 2), "fp32")
-
-
-def test_frozen_weights_have_no_gradient_and_no_momentum():
-    def build():
-        model = nn.Sequential(nn.Flatten(), nn.Linear(12, 8), nn.Linear(8, 1))
-        model[1].requires_grad_(False)
-        return model
-
-    estimate = predict_memory(build, (2, 3, 2, 2), "fp32")
-    assert estimate.gradients == estimate.optimizer_state == 4 * 9 < estimate.parameters
 
 
 class Attention(nn.Module):
@@ -342,17 +299,11 @@ def test_attention_keeps_no_square_of_the_sequence(build, precision):
         assert {fused, f"{fused}_backward"} <= ops
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ({"precision": "fp8"}, "unknown precision 'fp8'"),
-        ({"precision": "fp32", "device_type": "mps"}, "unknown device type 'mps'"),
-        ({"precision": "fp32", "optimizer": "lion"}, "unknown optimizer 'lion'"),
-    ],
-)
-def test_what_is_not_known_is_refused(arguments, said):
-    with pytest.raises(ValueError, match=said):
-        predict_memory(nn.Flatten, (2, 3, 2, 2), **arguments)
+def test_an_unknown_optimizer_or_device_type_is_refused():
+    with pytest.raises(ValueError, match="unknown optimizer 'lion'; it is one of sgd, "):
+        predict_memory(nn.Flatten, (2, 12), "fp32", "lion")
+    with pytest.raises(ValueError, match="unknown device type 'mps'"):
+        predict_memory(nn.Flatten, (2, 12), "fp32", device_type="mps")
 
 
 class Recurrent(nn.Module):
@@ -365,12 +316,12 @@ class Recurrent(nn.Module):
 
 
 @pytest.mark.parametrize(("kind", "gates"), [(nn.LSTM, 4), pytest.param(nn.GRU, 3, marks=NEWER), (nn.RNN, 1)])
-@pytest.mark.parametrize("precision", ["fp32", "fp16", "pure_bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "pure_bf16"])
 def test_rnns_are_predicted_without_the_device(kind, gates, precision):
     estimate = predict_memory(lambda: Recurrent(kind), (4, 7, 12), precision)
     width = 2 if precision == "pure_bf16" else 4
     assert estimate.gradients == estimate.parameters == width * (gates * 5 * (12 + 5 + 2) + 5 + 1)
-    steps = 7 * 4 * 5 * (2 if precision != "fp32" else 4)  # the hidden state of each step is kept, and the gates
+    steps = 7 * 4 * 5 * width  # the hidden state of each step is kept, and the gates
     assert sum(estimate.activations.values()) > steps * (gates + 1)
     assert torch.backends.cudnn.enabled
 
@@ -396,10 +347,8 @@ class Lookup(nn.Embedding):
         return super().forward(x.long())
 
 
-class WithALock(nn.Linear):
-    def __init__(self):
-        super().__init__(12, 1)
-        self.lock = threading.Lock()
+def reentrant(y, x):
+    return checkpoint(torch.sin, y, use_reentrant=True)
 
 
 ELSEWHERE = torch.ones(12)
@@ -409,7 +358,6 @@ ELSEWHERE = torch.ones(12)
     ("build", "optimizer", "said"),
     [
         (lambda: Doing(lambda y, x: y * x.sum().item()), "sgd", "asks for values, as .item()"),
-        (lambda: Doing(lambda y, x: y if x.sum() > 0 else -y), "sgd", "asks for values"),
         (lambda: Doing(lambda y, x: y[x[:, 0] > 0]), "sgd", "asks for values"),
         (lambda: Doing(lambda y, x: y * x.detach().numpy().size), "sgd", "asks for values"),
         (lambda: nn.Linear(12, 1), torch.optim.Adafactor, "or its optimizer asks for values"),
@@ -418,12 +366,13 @@ ELSEWHERE = torch.ones(12)
         pytest.param(lambda: nn.Embedding(9, 1), "sgd", "takes whole numbers.*may be a function", marks=NEWER),
         (lambda: Doing(lambda y, x: without_a_fake(y)), "sgd", "cannot be copied or run without values"),
         (lambda: nn.EmbeddingBag(9, 1), "sgd", "takes whole numbers"),
+        (lambda: Doing(reentrant), "sgd", "use_reentrant=False"),
         (lambda: nn.Linear(12, 1), torch.optim.LBFGS, "take another optimizer"),
         (lambda: nn.LazyLinear(1), "sgd", "call the model once"),
         (lambda: nn.Linear(12, 1).half(), "sgd", "weights of torch.float16, not float32; pure_bf16 casts"),
         (lambda: Doing(lambda y, x: y * torch.autograd.grad(y.sum(), y)[0]), "sgd", "runs backward itself"),
         (lambda: Doing(lambda y, x: y * torch.ones(12)), "sgd", "on another device"),
-        (WithALock, "sgd", "cannot be copied"),
+        (lambda: Doing(threading.Lock()), "sgd", "cannot be copied"),
         pytest.param(lambda: Doing(lambda y, x: Double.apply(2.0, x, y)[0]), "sgd", "this torch is too old", marks=OLD),
         (lambda: nn.Sequential(nn.Linear(12, 1), nn.LazyBatchNorm1d(affine=False)), "sgd", "call the model once"),
     ],
@@ -442,9 +391,16 @@ def test_a_models_own_error_is_not_reworded(error):
         predict_memory(lambda: Doing(fail), (2, 12), "fp32")
 
 
-def test_a_model_with_nothing_to_train_is_refused():
+def test_a_model_that_returns_no_tensor_needs_a_loss():
+    build = lambda: nn.GRU(12, 1)
     with pytest.raises(ValueError, match="must return one tensor"):
-        predict_memory(lambda: nn.GRU(12, 1, batch_first=True), (2, 3, 12), "fp32", device_type="cpu")
+        predict_memory(build, (2, 12), "fp32", device_type="cpu")
+    loss = lambda output: output[0].sum()
+    estimate = predict_memory(build, (2, 12), "fp32", device_type="cpu", loss=loss)
+    assert estimate.gradients == estimate.parameters
+
+
+def test_a_model_with_nothing_to_train_is_refused():
     with pytest.raises(ValueError, match="empty parameter list"):
         predict_memory(nn.Flatten, (2, 3, 12), "fp32")
 
@@ -460,15 +416,6 @@ def test_a_batch_of_one_that_batch_norm_refuses_does_not_fit():
     assert largest_batch(10_000_000, build, (12,), "fp32") > 1
 
 
-@pytest.mark.weekly
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_largest_batch_fits_and_one_more_does_not(models, precision):
-    model, memory = timm.create_model("test_resnet", num_classes=1), 300_000_000
-    batch = largest_batch(memory, lambda: model, (3, 64, 64), precision)
-    peaks = [predict_memory(lambda: model, (size, 3, 64, 64), precision).peak for size in (batch, batch + 1)]
-    assert peaks[0] <= memory < peaks[1]
-
-
 def test_largest_batch_is_found_where_the_peak_has_a_bend():
     """The weights' moments are the peak of a small batch, the activations that of a large one."""
 
@@ -480,59 +427,46 @@ def test_largest_batch_is_found_where_the_peak_has_a_bend():
     assert peaks[0] < peaks[1] <= 20_000_000 < peaks[2]
 
 
-def test_no_batch_fits_into_less_than_the_weights(models):
-    model = models["test_resnet"]
-    assert largest_batch(1_000_000, lambda: model, (3, 64, 64), "fp32") == 0
-
-
 class Block(nn.Module):
-    """A block of a decoder: attention over groups of heads with positions as rotations, and a gated layer."""
+    """A block of a decoder: causal attention of 6 heads over 2 groups, and a gated layer."""
 
-    def __init__(self, width, heads, groups, hidden):
+    def __init__(self):
         super().__init__()
-        self.heads, self.groups, self.size = heads, groups, width // heads
-        self.norms = nn.ModuleList([nn.RMSNorm(width), nn.RMSNorm(width)])
-        self.query, self.out = nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)
-        self.key, self.value = (nn.Linear(width, groups * self.size, bias=False) for _ in range(2))
-        self.gate, self.up = nn.Linear(width, hidden, bias=False), nn.Linear(width, hidden, bias=False)
-        self.down = nn.Linear(hidden, width, bias=False)
+        self.norms = nn.ModuleList([nn.RMSNorm(96), nn.RMSNorm(96)])
+        self.query = nn.Linear(96, 96, bias=False)
+        self.key = nn.Linear(96, 32, bias=False)
+        self.value = nn.Linear(96, 32, bias=False)
+        self.out = nn.Linear(96, 96, bias=False)
+        self.gate = nn.Linear(96, 256, bias=False)
+        self.up = nn.Linear(96, 256, bias=False)
+        self.down = nn.Linear(256, 96, bias=False)
 
-    def forward(self, x, cos, sin):
-        def heads(x, number):
-            return x.view(*x.shape[:2], number, self.size).transpose(1, 2)
-
-        def rotated(x):
-            first, second = x.chunk(2, -1)
-            return torch.cat([first * cos - second * sin, first * sin + second * cos], -1).to(x.dtype)
-
+    def forward(self, x):
         y = self.norms[0](x)
-        query, key = rotated(heads(self.query(y), self.heads)), rotated(heads(self.key(y), self.groups))
-        value = heads(self.value(y), self.groups)
-        grouped = self.groups < self.heads
-        y = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+        made = [layer(y).unflatten(-1, (-1, 16)) for layer in (self.query, self.key, self.value)]
+        heads = [each.transpose(1, 2) for each in made]
+        y = scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
         x = x + self.out(y.transpose(1, 2).flatten(2))
         y = self.norms[1](x)
         return x + self.down(nn.functional.silu(self.gate(y)) * self.up(y))
 
 
 class Decoder(nn.Module):
-    def __init__(self, vocabulary, width, depth, heads, groups, hidden, context, tied=False, checkpointing=False):
+    """For 500 tokens, with a tied head. Nobody tuned the prediction for it."""
+
+    def __init__(self, checkpointing):
         super().__init__()
         self.checkpointing = checkpointing
-        self.embedding = nn.Embedding(vocabulary, width)
-        self.blocks = nn.ModuleList(Block(width, heads, groups, hidden) for _ in range(depth))
-        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, vocabulary, bias=False)
-        if tied:
-            self.head.weight = self.embedding.weight
-        angles = torch.arange(context)[:, None] / 10_000 ** torch.linspace(0, 1, width // heads // 2)
-        self.register_buffer("angles", angles, persistent=False)
+        self.embedding = nn.Embedding(500, 96)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(96, 500, bias=False)
+        self.head.weight = self.embedding.weight
 
     def forward(self, tokens):
-        x, angles = self.embedding(tokens), self.angles[: tokens.size(1)]
+        x = self.embedding(tokens)
         for block in self.blocks:
-            arguments = x, angles.cos(), angles.sin()
-            x = checkpoint(block, *arguments, use_reentrant=False) if self.checkpointing else block(*arguments)
-        return self.head(self.norm(x))
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointing else block(x)
+        return self.head(x)
 
 
 def next_token_loss(logits):
@@ -540,51 +474,24 @@ def next_token_loss(logits):
     return cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-# Nobody tuned the prediction for these: another depth, grouped-query attention, a tied head over few tokens.
-DEEP = {"vocabulary": 500, "width": 64, "depth": 4, "heads": 4, "groups": 4, "hidden": 200, "context": 128}
-GROUPED = {"vocabulary": 1000, "width": 96, "depth": 2, "heads": 6, "groups": 2, "hidden": 256, "context": 64}
-TIED = {"vocabulary": 65, "width": 128, "depth": 3, "heads": 2, "groups": 1, "hidden": 300, "context": 256}
-TIED["tied"] = True
-DECODERS = {
-    "deep": (DEEP, (3, 100)),
-    "grouped": (GROUPED, (5, 64)),
-    "tied": (TIED, (2, 256)),
-    "checkpointed": (DEEP | {"groups": 2, "checkpointing": True}, (3, 100)),
-}
+WEEKLY = [pytest.param(way, marks=pytest.mark.weekly) for way in ("fp32", "pure_bf16")]
 
 
-SLOWLY = product(DECODERS, ["fp32", "bf16", "pure_bf16"])
-SLOWLY = [pytest.param(*each, marks=pytest.mark.weekly) for each in SLOWLY if each != ("grouped", "bf16")]
-
-
-@pytest.mark.parametrize(("name", "precision"), [("grouped", "bf16"), *SLOWLY])
-def test_decoders_keep_what_is_predicted(name, precision):
-    config, shape = DECODERS[name]
-    model = Decoder(**config)
-    estimate = predict_memory(
-        lambda: model, lambda: torch.randint(config["vocabulary"], shape), precision, "adamw", "cpu", next_token_loss
-    )
+@pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.weekly)])
+@pytest.mark.parametrize("precision", ["bf16", *WEEKLY])
+def test_decoders_keep_what_is_predicted(precision, checkpointing):
+    model = Decoder(checkpointing)
+    tokens = torch.randint(500, (5, 64))
+    inputs = lambda: tokens
+    estimate = predict_memory(lambda: model, inputs, precision, "adamw", "cpu", next_token_loss)
     if precision == "pure_bf16":
         model.bfloat16()
-    tokens = torch.randint(config["vocabulary"], shape)
-    assert sum(estimate.activations.values()) == pytest.approx(kept_of(model, tokens, precision), rel=0.01)
+    kept_bytes = kept_of(model, tokens, precision)
+    assert sum(estimate.activations.values()) == pytest.approx(kept_bytes, rel=0.01)
     assert estimate.activations["int64"] >= tokens.nbytes, "the tokens too are kept"
-    assert estimate.parameters == estimate.gradients == sum(weight.nbytes for weight in model.parameters())
+    weights = sum(weight.nbytes for weight in model.parameters())
+    assert estimate.parameters == estimate.gradients == weights
     assert estimate.peak == pytest.approx(tracked_peak(model, tokens, precision, "adamw"), rel=0.01)
-
-
-def predict_decoder(config, precision, optimizer="adamw", tokens=(2, 64), **options):
-    return predict_memory(
-        lambda: Decoder(**config),
-        lambda: torch.randint(config["vocabulary"], tokens),
-        precision,
-        optimizer,
-        loss=next_token_loss,
-        **options,
-    )
-
-
-BIG = {"vocabulary": 4096, "width": 256, "depth": 4, "heads": 4, "groups": 2, "hidden": 1024, "context": 4096}
 
 
 @pytest.mark.parametrize(
@@ -592,7 +499,6 @@ BIG = {"vocabulary": 4096, "width": 256, "depth": 4, "heads": 4, "groups": 2, "h
     [
         ("fp32", "sgd", 4 + 4),
         ("fp32", "adamw", 4 + 4 + 4 + 4),
-        ("bf16", "adamw", 4 + 4 + 4 + 4),
         ("bf16", "adamw_foreach", 4 + 4 + 4 + 4),
         ("pure_bf16", "adamw", 2 + 2 + 2 + 2),
         ("bf16", "adamw_8bit", 4 + 4 + 2 * (1 + 4 / 256)),
@@ -600,7 +506,11 @@ BIG = {"vocabulary": 4096, "width": 256, "depth": 4, "heads": 4, "groups": 2, "h
     ],
 )
 def test_bytes_a_parameter(precision, optimizer, expected):
-    assert predict_decoder(BIG, precision, optimizer).bytes_per_parameter == pytest.approx(expected, rel=0.01)
+    def build():
+        return nn.Linear(1024, 1024, bias=False)
+
+    estimate = predict_memory(build, (2, 1024), precision, optimizer)
+    assert estimate.bytes_per_parameter == pytest.approx(expected, rel=0.01)
 
 
 class Lora(nn.Module):
@@ -616,25 +526,22 @@ class Lora(nn.Module):
         return self.layer(x) + self.up(self.down(x))
 
 
-def with_lora(config, dtype, rank=8):
-    model = Decoder(**config).to(dtype).requires_grad_(False)
-    for block in model.blocks:
-        block.query, block.value = Lora(block.query, rank), Lora(block.value, rank)
-    return model
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_lora_has_gradients_and_states_of_what_is_trained_only(dtype):
-    model, tokens = with_lora(BIG, dtype), torch.randint(BIG["vocabulary"], (2, 64))
+    def build():
+        layers = [Lora(nn.Linear(256, 256, dtype=dtype), 1) for _ in range(2)]
+        return nn.Sequential(layers[0], nn.ReLU(), layers[1])
+
+    model = build()
     trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
-    estimate = predict_memory(
-        lambda: with_lora(BIG, dtype), lambda: tokens, "bf16", "adamw", "cpu", loss=next_token_loss
-    )
+    estimate = predict_memory(build, (64, 256), "bf16", "adamw", "cpu")
     assert estimate.gradients == 4 * trained and estimate.optimizer_state == 8 * trained
     frozen = sum(weight.numel() for weight in model.parameters()) - trained
     assert estimate.parameters == 4 * trained + dtype.itemsize * frozen
     assert dtype.itemsize < estimate.bytes_per_parameter < dtype.itemsize + 0.2
-    assert sum(estimate.activations.values()) == pytest.approx(kept_of(model, tokens, "bf16"), rel=0.01)
+    batch = torch.randn(64, 256)
+    kept_bytes = kept_of(model, batch, "bf16")
+    assert sum(estimate.activations.values()) == pytest.approx(kept_bytes, rel=0.01)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -656,48 +563,9 @@ def test_8_bit_states_are_those_of_torchao(dtype):
         assert predicted == sum(part.nbytes for part in parts)
 
 
-def test_foreach_has_temporary_copies_in_its_step_and_fused_has_none():
-    for optimizer, copies in (("adamw", 0), ("adamw_foreach", 1)):
-        estimate = predict_decoder(BIG, "fp32", optimizer)
-        step = estimate.timeline[estimate.timeline.phase == "optimizer"]
-        assert step.other.max() == pytest.approx(copies * estimate.parameters, rel=0.01)
-
-
-def test_checkpointing_by_block_keeps_a_blocks_input():
-    plain, tokens = predict_decoder(BIG, "bf16", tokens=(2, 512)), 2 * 512
-    less = predict_decoder(BIG | {"checkpointing": True}, "bf16", tokens=(2, 512))
-    assert less.peak < 0.7 * plain.peak
-    inputs = 4 * tokens * BIG["width"] * BIG["depth"]
-    logits = tokens * BIG["vocabulary"] * (2 + 4)
-    assert inputs + logits * 2 / 3 < sum(less.activations.values()) < inputs + logits + 5 * tokens * BIG["width"] * 4
-
-
-@pytest.mark.parametrize(("precision", "kind"), [("fp32", "efficient"), ("bf16", "flash"), ("fp16", "flash")])
-def test_a_decoder_takes_cudas_fused_attention(precision, kind):
-    ops = predict_decoder(DEEP, precision).timeline.op.value_counts()
-    assert ops[f"_scaled_dot_product_{kind}_attention"] == DEEP["depth"]
-    assert ops[f"_scaled_dot_product_{kind}_attention_backward"] == DEEP["depth"]
-
-
-@pytest.mark.weekly
-def test_a_decoder_of_8_billion_parameters_is_predicted_in_seconds_without_its_memory():
-    llama = {"vocabulary": 128_256, "width": 4096, "depth": 32, "heads": 32, "groups": 8, "hidden": 14_336}
-    start = time.process_time()
-    estimate = predict_decoder(llama | {"context": 8192}, "bf16", tokens=(1, 8192))
-    assert time.process_time() - start < 30
-    assert estimate.parameters == 4 * 8_030_261_248
-    assert estimate.peak > 4 * estimate.parameters
-
-
 class TwoInputs(nn.Linear):
     def forward(self, tokens, scale):
         return super().forward(nn.functional.one_hot(tokens, 12) * scale)
-
-
-class AsksForValues(nn.Linear):
-    def __init__(self, made):
-        super().__init__(12, int(torch.ones(3).sum().item()) - 2)
-        made.append(self)
 
 
 REAL = torch.zeros(2, dtype=torch.long)
@@ -720,49 +588,24 @@ def test_a_constructor_makes_no_memory():
     made = []
 
     def build():
-        made.append(Decoder(**TIED).to(torch.bfloat16).float().requires_grad_(False))
-        made[-1].head.requires_grad_(True)
+        made.append(nn.Sequential(nn.Linear(12, 8), nn.LayerNorm(8)).to(torch.bfloat16).float())
         return made[-1]
 
-    tokens = lambda: torch.randint(65, (2, 16))
-    assert predict_memory(build, tokens, "bf16", loss=next_token_loss).gradients == 4 * 65 * 128
+    assert predict_memory(build, (2, 12), "bf16").gradients == 4 * (12 * 8 + 3 * 8)
     assert {weight.device.type for model in made for weight in model.parameters()} == {"meta"}
 
 
 def test_a_constructor_that_asks_for_values_runs_for_real():
-    made = []
-    assert predict_memory(lambda: AsksForValues(made), (2, 12), "fp32").parameters == 4 * 13
-    assert len(made) == 1 and made[0].weight.abs().sum() > 0
+    def build():
+        return nn.Linear(12, int(torch.ones(3).sum().item()) - 2)
+
+    assert predict_memory(build, (2, 12), "fp32").parameters == 4 * 13
 
 
 @pytest.mark.parametrize("loss", [lambda output: output, lambda output: output.detach().sum()])
 def test_a_loss_that_trains_nothing_is_refused(loss):
     with pytest.raises(ValueError, match="must be a scalar that depends on a weight"):
         predict_memory(lambda: nn.Linear(12, 3), (2, 12), "fp32", loss=loss)
-
-
-def test_a_loss_may_take_what_is_no_tensor():
-    estimate = predict_memory(
-        lambda: nn.GRU(12, 1, batch_first=True),
-        (2, 3, 12),
-        "fp32",
-        device_type="cpu",
-        loss=lambda output: output[0].sum(),
-    )
-    assert estimate.gradients == estimate.parameters
-
-
-@pytest.mark.weekly
-def test_the_longest_sequence_fits_and_one_more_token_does_not():
-    peaks = {}
-
-    def peak_of(length):
-        peaks[length] = predict_decoder(BIG | {"context": length}, "bf16", tokens=(1, length)).peak
-        return peaks[length]
-
-    length = largest(300_000_000, peak_of)
-    assert length > 500 and peaks[length] <= 300_000_000 < peaks[length + 1]
-    assert len(peaks) < 12, "each is a prediction, and takes its time"
 
 
 @pytest.mark.parametrize("limit", [0, 9, 10, 11, 12, 39, 40, 41, 1000, 12345])
@@ -810,15 +653,6 @@ def test_a_depthwise_convolution_has_no_tensor_cores(groups, rate, monkeypatch):
     assert list(ops.phase) == ["forward", "backward"]
     assert (ops.depthwise == (groups == 8)).all()
     assert ops.seconds.tolist() == pytest.approx((ops.flops / rate).tolist())
-
-
-def test_torchs_own_counter_forgets_the_groups():
-    """The reason for a formula of our own. If this fails, torch has mended it, and ours can go."""
-    model = convolution(8)()
-    with FlopCounterMode(display=False) as counter:
-        model(torch.randn(4, 8, 16, 16)).sum().backward()
-    forward = 2 * 4 * 16**2 * 9 * 8
-    assert counter.get_total_flops() == forward + 8 * forward
 
 
 def test_a_training_step_has_three_times_the_flops_of_forward_less_the_images_gradient(models):
@@ -880,11 +714,7 @@ CHIPS = {
 }
 
 
-def test_every_card_has_its_chip():
-    assert set(CHIPS) == set(GPUS.index) - {"B200"}, "its clock and its cores are not published"
-
-
-@pytest.mark.parametrize("gpu", CHIPS)
+@pytest.mark.parametrize("gpu", GPUS.index.drop("B200"))  # whose clock and cores are not published
 def test_rates_of_the_table_are_those_of_the_chips(gpu):
     """A core adds one product in each clock, two FLOPs; each pin of the bus brings its bits."""
     cores, clock, bus, rate = CHIPS[gpu]
@@ -896,12 +726,9 @@ def test_rates_of_the_table_are_those_of_the_chips(gpu):
 def test_rates_are_dense_and_complete(gpu):
     row = GPUS.loc[gpu]
     assert row.fp32 < row.fp16
-    assert row.source
     assert math.isnan(row.tf32) == math.isnan(row.bf16) == (gpu in ("V100", "T4"))
     if row.tf32 > row.fp32:  # the RTX cards multiply in TF32 as fast as in fp32
         assert row.fp16 == row.bf16 == pytest.approx(2 * row.tf32, rel=0.03)
-    estimate = roofline(convolution(1), (2, 8, 16, 16), "fp16", gpu)
-    assert estimate.seconds > 0
 
 
 @pytest.mark.parametrize(
@@ -910,7 +737,6 @@ def test_rates_are_dense_and_complete(gpu):
         ("GTX 1080", "fp32", "unknown GPU 'GTX 1080'"),
         ("V100", "bf16", "the V100 has no arithmetic units for bf16"),
         ("V100", "pure_bf16", "no arithmetic units for pure_bf16"),
-        ("V100", "tf32", "no arithmetic units for tf32"),
         ("A100", "fp8", "unknown precision 'fp8'"),
     ],
 )
@@ -931,8 +757,6 @@ def test_another_gpu_has_other_times_of_the_same_ops():
     assert again.drop(columns=["seconds", "bound"]).equals(ops.drop(columns=["seconds", "bound"]))
     there = roofline(lambda: nn.Sequential(nn.Linear(4096, 4096, bias=False), nn.ReLU()), (64, 4096), "fp32", "H100")
     assert again.equals(there.ops)
-    with pytest.raises(ValueError, match="unknown GPU 'GTX 1080'"):
-        on_gpu(ops, "GTX 1080", "fp32")
 
 
 def test_launches_are_waited_for_where_the_gpu_is_ahead():
@@ -966,18 +790,11 @@ def test_a_compiler_makes_one_op_of_what_stands_between_two_products():
     assert (fused(ops).phase == "optimizer").sum() == 1
 
 
-def test_a_compiler_does_not_move_more(models):
-    for name in ("test_resnet", "test_vit"):
-        ops = roofline(lambda name=name: models[name], shape_of(models[name]), "fp16", "A100").ops
-        fewer = fused(ops)
-        assert len(fewer) < len(ops) / 2 and 0.2 < fewer.bytes.sum() / ops.bytes.sum() < 0.9
-
-
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize(("precision", "copies"), [pytest.param("fp32", 0, marks=pytest.mark.weekly), ("bf16", 2)])
 def test_growth_tells_the_moments_of_another_batch(precision, copies, checkpointed):
     def build():
-        model = timm.create_model("vit_tiny_patch16_224", depth=3, num_classes=1)
+        model = timm.create_model("vit_tiny_patch16_224", depth=2, num_classes=1)
         model.set_grad_checkpointing(checkpointed)
         return model
 

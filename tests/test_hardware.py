@@ -1,10 +1,7 @@
 import json
 import os
 import platform
-import re
-import shutil
 import subprocess
-import sys
 from types import SimpleNamespace
 
 import pynvml
@@ -29,23 +26,16 @@ def test_device_can_be_chosen(monkeypatch):
             hardware.pick_device()
 
 
-def test_without_a_choice_the_accelerator_is_picked(monkeypatch):
-    monkeypatch.delenv("HALF_THE_BITS_DEVICE", raising=False)
-    assert hardware.pick_device().type == (torch.accelerator.current_accelerator(check_available=True) or CPU).type
-
-
-@pytest.mark.parametrize("kind", ["cuda", "xpu", "mps"])
-def test_an_accelerator_that_torch_cannot_use_is_named_and_not_picked(monkeypatch, capsys, kind):
+def test_an_accelerator_that_torch_cannot_use_is_named_and_not_picked(monkeypatch, capsys):
     def ones(*shape, device):
         raise RuntimeError("CUDA error: no kernel image is available\nFor debugging, ...")
 
-    accelerator = torch.device(kind)
     monkeypatch.delenv("HALF_THE_BITS_DEVICE", raising=False)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: accelerator)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: CUDA)
     monkeypatch.setattr(hardware, "_name", lambda device: "the GPU")
     with monkeypatch.context() as usable:
         usable.setattr(torch, "ones", lambda *shape, device: torch.zeros(1))
-        assert hardware.pick_device() == accelerator and not capsys.readouterr().out
+        assert hardware.pick_device() == CUDA and not capsys.readouterr().out
     monkeypatch.setattr(torch, "ones", ones)
     assert hardware.pick_device() == CPU
     assert capsys.readouterr().out == (
@@ -69,19 +59,6 @@ def test_nvidia_gpu_that_a_cpu_build_leaves_unused_is_named(monkeypatch, capsys,
     monkeypatch.setattr(hardware.pynvml, "nvmlDeviceGetName", name)
     assert hardware.pick_device() == CPU
     assert ("was built without CUDA, so the CPU is used, not an RTX 4090" in capsys.readouterr().out) == driver
-
-
-def test_pinned_torch_has_no_code_below_turing():
-    """README and notebook 00 say so."""
-    if torch.version.cuda is None or int(torch.version.cuda.split(".")[0]) < 13:
-        pytest.skip("this PyTorch is built without CUDA, or for an older one")
-    codes = torch.cuda.get_arch_list()
-    if not codes:
-        pytest.skip("this PyTorch names the GPUs that it has code for only where there is one")
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() < (7, 5):
-        pytest.skip("an older GPU has its own build, or is pretended to have")
-    oldest = min(int(re.search(r"\d+", code)[0]) for code in codes)
-    assert oldest == 75 or (oldest > 75 and platform.machine() != "x86_64")
 
 
 @pytest.mark.parametrize("kind", ["mps", "xpu"])
@@ -110,39 +87,17 @@ def test_commit_is_that_of_git_and_tells_of_changes(monkeypatch):
     assert "SHA-256" in hardware.commit() and len(hardware.commit()) > 64
 
 
-@pytest.mark.weekly
-def test_commit_is_read_in_a_folder_whose_name_the_locale_cannot_write(tmp_path):
-    suite = tmp_path / "Übung 练习"
-    shutil.copytree(
-        hardware.__file__.rpartition("/")[0], suite / "helpers", ignore=shutil.ignore_patterns("__pycache__")
-    )
-    for words in (
-        ["init", "-q"],
-        ["add", "helpers"],
-        ["-c", "user.name=a", "-c", "user.email=a", "commit", "-qm", "a"],
-    ):
-        subprocess.run(["git", "-C", suite, *words], check=True)
-    subprocess.run(["git", "-C", suite, "config", "core.quotepath", "false"], check=True)
-    (suite / "helpers" / "副本.py").touch()
-    plain = os.environ | {
-        "LC_ALL": "C",
-        "PYTHONUTF8": "0",
-        "PYTHONCOERCECLOCALE": "0",
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "PYTHONPATH": str(suite),
-    }
-    code = "from helpers import hardware; print(hardware.commit())"
-    said = subprocess.run([sys.executable, "-c", code], env=plain, capture_output=True, text=True, cwd=tmp_path)
-    assert re.fullmatch(r"[0-9a-f]{40}\+changes\n", said.stdout), said.stderr
+def test_a_commit_is_read_beside_files_whose_names_the_locale_cannot_write(monkeypatch, tmp_path):
+    git = tmp_path / "git"  # prints a name in another encoding
+    git.write_text("#!/bin/sh\n[ $1 = status ] && printf '?? \\377' || printf '../\\nabc'\n")
+    git.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert hardware.commit() == "abc+changes"
 
 
-@pytest.mark.parametrize("size, full", [("small", False), ("", True), ("full", True)])
-def test_tests_may_ask_for_the_small_size(monkeypatch, size, full):
-    monkeypatch.setenv("HALF_THE_BITS_SIZE", size)
-    assert hardware.full_size() == full
-
-
-def test_a_wrong_size_names_its_variable(monkeypatch):
+def test_the_size_is_small_if_asked_and_a_wrong_one_names_its_variable(monkeypatch):
+    monkeypatch.setenv("HALF_THE_BITS_SIZE", "small")
+    assert not hardware.full_size()
     monkeypatch.setenv("HALF_THE_BITS_SIZE", "Small")
     with pytest.raises(ValueError, match="HALF_THE_BITS_SIZE is 'Small'; set it to full or small"):
         hardware.full_size()
@@ -176,10 +131,6 @@ def test_native_formats_of_gpus_and_the_table_of_generations(monkeypatch, capabi
     table = hardware.GENERATIONS.set_index("compute capability")["Tensor Core formats"]
     names = {f"{capability[0]}.{capability[1]}", f"{capability[0]}.x"}
     assert [row for key, row in table.items() if names & set(key.split(", "))] == [tensor_cores]
-
-
-def test_other_accelerators_are_unknown_rather_than_guessed():
-    assert set(hardware.native_formats(torch.device("mps")).values()) == {None}
 
 
 @pytest.fixture

@@ -112,8 +112,6 @@ def test_every_case_of_the_clinic_can_be_found_and_has_a_folded_fix():
     pasted = {case.partition("#")[2].replace(" ", "-") for case in messages.load().case if case.startswith("14_")}
     named = {case.replace(" ", "-") for case in cases}
     assert asked <= named <= asked | pasted, "a question or a message leads to each"
-    (count,) = re.findall(r"(\d+) short programs", notebook.cells[0].source)
-    assert int(count) == len(cases)
     fixes = [cell for cell in code_cells(notebook)[1:] if cell.metadata.get("jupyter", {}).get("source_hidden")]
     assert len(fixes) >= len(cases)
 
@@ -139,10 +137,10 @@ def test_one_changed_number_and_two_changed_names_make_the_test_command_fail(tmp
         nbformat.v4.new_output("stream", name="stdout", text=f"4,008,{end} parameters\n") for end in (829, 828)
     )
     draw = "import pandas as pd\nfrom helpers import plots\nplots.bars(pd.Series({'fp16': 1.0, 'bf16': 2.0}), '', '')"
-    nbformat.write(nbformat.v4.new_notebook(cells=[a_cell(draw, [])]), tmp_path / "figure.ipynb")
-    (figure,) = execute(tmp_path / "figure.ipynb").cells
     swapped = draw.replace("fp16", "FP").replace("bf16", "fp16").replace("FP", "bf16")
-    cells = [a_cell(number, [right]), a_cell(number, [wrong]), figure, a_cell(swapped, figure.outputs)]
+    figure = nbformat.v4.new_output("display_data", {"text/plain": "<Figure>\nfp16 1; bf16 2"})
+    cells = [a_cell(number, [right]), a_cell(number, [wrong])]
+    cells += [a_cell(draw, [figure]), a_cell(swapped, [figure])]
     nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "control.ipynb")
 
     command = [sys.executable, "-m", "pytest", "-n", "0", "-c", ROOT / "pyproject.toml", tmp_path / "control.ipynb"]
@@ -262,55 +260,3 @@ def test_the_cache_of_notebook_08_works_where_a_reader_copies_it(tmp_path):
     images, labels = names["CachedImages"](tmp_path / "five.npy", digits.label.to_numpy()).__getitems__([4, 0])
     there = [cv2.resize(read_image(digits.file[row]), (20, 10), interpolation=cv2.INTER_AREA) for row in (4, 0)]
     assert np.array_equal(images.numpy(), there) and list(labels) == list(digits.label[[4, 0]])
-
-
-LADDER_INTERRUPTED = """
-COMPARISONS = slice(3)
-import sys
-from helpers import measure, messages
-warm_up, progress, raced_here, trained_here = measure.warm_up, measure.progress, [], []
-def stop_in_the_third_race(*arguments, **more):
-    if sys._getframe(1).f_code.co_name == "race":
-        raced_here.append(1)
-        if len(raced_here) == 5:  # two steps a race
-            raise KeyboardInterrupt
-    return warm_up(*arguments, **more)
-def stop_in_the_third_training(*arguments, **more):
-    if sys._getframe(1).f_code.co_name == "train":
-        trained_here.append(1)
-        if len(trained_here) == 3:
-            raise KeyboardInterrupt
-    return progress(*arguments, **more)
-measure.warm_up, measure.progress = stop_in_the_third_race, stop_in_the_third_training
-"""
-
-
-@pytest.mark.weekly
-def test_an_interrupted_ladder_keeps_the_comparisons_and_runs_that_are_complete(tmp_path, monkeypatch):
-    for variable, value in environment(tmp_path / "records").items():
-        monkeypatch.setenv(variable, value)
-    monkeypatch.setenv("HALF_THE_BITS_ROUNDS", "2")
-    notebook = nbformat.read(NOTEBOOKS / "08_faster_training.ipynb", as_version=4)
-    # Without the other measurements, and without the figures, which ask for a ladder that is whole.
-    others = [
-        cell
-        for cell in code_cells(notebook)
-        if ("nbval-ignore-output" in cell.metadata.get("tags", []) and "plots." in cell.source)
-        or re.search(r"measure\.compare\(|len\(raced\) ==|what a trace shows", cell.source)
-    ]
-    notebook.cells = [cell for cell in code_cells(notebook) if cell not in others or "def race" in cell.source]
-    last = next(i for i, cell in enumerate(notebook.cells) if "runs.append(train" in cell.source)
-    (ladder,) = [cell.source for cell in notebook.cells if "def race" in cell.source]
-    again = nbformat.v4.new_code_cell(ladder)  # the stopped cell, once more
-    notebook.cells = [*notebook.cells[: last + 1], again]
-    nbformat.write(notebook, tmp_path / "part.ipynb")
-    cells = code_cells(execute(tmp_path / "part.ipynb", LADDER_INTERRUPTED))
-    printed = "\n".join(text for cell in cells for text in text_outputs(cell))
-    assert "Interrupted: the comparisons that are complete are kept." in printed
-    assert "\n2 comparisons of 6\n" in printed
-    assert "Interrupted: the runs that are complete are kept." in printed and "\n2 runs\n" in printed
-    saved = [json.loads(file.read_text()) for file in Path(tmp_path / "records").glob("*.json")]
-    ladder = [record["what"]["arm"] for record in saved if record["what"]["experiment"] == "08 own ladder"]
-    once = ["again against the plain loop", "channels_last against again"]
-    assert sorted(ladder) == sorted([*once, *once, "bytes from the loader against channels_last"])
-    assert printed.strip().endswith("\n3 comparisons of 6"), "each comparison once, however often it was made"

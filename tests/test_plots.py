@@ -1,8 +1,6 @@
 import base64
 import io
-from itertools import combinations
 
-import cv2
 import matplotlib
 import matplotlib.pyplot as plt
 import numpy as np
@@ -70,18 +68,15 @@ def test_an_interval_that_ends_at_the_reference_contains_it(figure, low, high, g
     assert ("times; hatched: the interval contains 1" in texts(drawn)) == grey
 
 
-def test_the_reference_of_bars_is_named_and_their_numbers_do_not_lie_on_it(figure):
+def test_the_reference_of_bars_is_named_and_within_the_picture(figure):
     values = pd.Series({"FP32": 1.0, "bf16": 1.62, "fp16": 0.6})
     drawn = figure(plots.bars, values, "Errors", "times", reference=1.1, named="limit")
     (line,) = drawn.axes[0].lines
     assert line.get_xdata() == [1.1, 1.1]
-    assert {to_hex(line.get_color()), to_hex(line.get_gapcolor())} == {"#333333", "#ffffff"}, "seen on dark and light"
     words = {text.get_text(): text.xy for text in drawn.axes[0].texts}
     assert words == {"1": (1.0, 0), "1.62": (1.62, 1), "0.6": (0.6, 2), "limit": (1.1, 1)}
-    sides = [text.get_ha() for text in drawn.axes[0].texts]
-    assert sides == ["center", "right", "left", "left"], "of a bar that ends before the line the number is in the bar"
     far = figure(plots.bars, values, "Errors", "times", reference=3, named="limit")
-    assert far.axes[0].get_xlim()[1] > 3, "the line is within the picture"
+    assert far.axes[0].get_xlim()[1] > 3
 
 
 def test_nbval_compares_which_number_belongs_to_which_name(figure):
@@ -97,14 +92,6 @@ def test_nbval_compares_which_number_belongs_to_which_name(figure):
     assert drawn.compared == "<Figure>\na of several runs; b of several runs"
 
 
-def test_a_long_unit_of_bars_stays_within_the_picture(figure):
-    unit = "speed, each rung against the one before and all against the loop of the posts, from 0 to 2"
-    drawn = figure(plots.bars, pd.Series({"a name so long that the frame is narrow": 1.0}), "Speed", unit)
-    drawn.draw_without_rendering()
-    label = drawn.axes[0].xaxis.label.get_window_extent()
-    assert label.x0 >= 0 and label.x1 <= drawn.bbox.x1
-
-
 def test_bars_have_the_colours_of_what_they_are_said_to_be(figure):
     shares = pd.Series({"JPEG to float32": 1.0, "bf16, spoiled": 2.0, "bf16": 3.0})
     drawn = figure(plots.bars, shares, "Verdicts", "times", kinds=["", "WORSE", "NOT WORSE"])
@@ -112,19 +99,10 @@ def test_bars_have_the_colours_of_what_they_are_said_to_be(figure):
     assert found == ["#9a9a9a", COLORS["becomes 0"], COLORS["normal"]]
 
 
-def test_bars_without_a_reference_are_not_grey(figure):
-    speed = pd.Series({"FP32": 1.0, "bf16": 1.62})
-    drawn = figure(plots.bars, speed, "Speed", "times", low=speed - 0.1, high=speed + 0.2)
-    assert [to_hex(bar.get_facecolor()) for bar in drawn.axes[0].patches] == [COLORS["fp32"], COLORS["bf16"]]
-    assert drawn.alt == "Bar chart: Speed. times: FP32 1, from 0.9 to 1.2; bf16 1.62, from 1.52 to 1.82."
-
-
-def test_stacked_bars_add_up_and_differ_in_more_than_colour(figure):
+def test_stacked_bars_add_up(figure):
     table = pd.DataFrame({"kept": [3.0, 1.5], "weights": [1.0, 1.0]}, index=["FP32", "bf16"])
     drawn = figure(plots.stacked_bars, table, "Memory", "MB")
     assert {"4", "2.5", "kept", "weights", "MB"} <= set(texts(drawn))
-    assert len({bar.get_hatch() for bar in drawn.axes[0].patches}) == 2
-    assert drawn.axes[0].get_xlim()[0] == 0
     assert drawn.alt == "Stacked bars of kept, weights: Memory. MB: FP32 3 + 1 = 4; bf16 1.5 + 1 = 2.5."
 
 
@@ -133,28 +111,15 @@ def test_nothing_to_draw_is_said(capsys):
     assert capsys.readouterr().out == "Empty: nothing to draw\n"
 
 
-def test_curves_have_markers_and_their_names_at_their_ends(figure):
+def test_curves_have_their_names_at_their_ends_apart_from_each_other(figure):
     table = pd.DataFrame(
         {"epoch": [1, 2, 1, 2], "loss": [0.9, 0.5, 0.8, 0.45], "arm": ["FP32", "FP32", "bf16", "bf16"]}
     )
     drawn = figure(plots.curves, table, "epoch", "loss", "arm", "Loss", shade={"overflows": (1.5, 2)})
-    lines = [line for line in drawn.axes[0].lines if len(line.get_xdata())]
-    assert len({line.get_marker() for line in lines}) == 2
-    assert {line.get_color() for line in lines} == {COLORS["fp32"], COLORS["bf16"]}
     names = {text.get_text(): text for text in drawn.axes[0].texts}
     assert set(names) == {"FP32", "bf16", "overflows"}
     assert names["FP32"].xy[1] - names["bf16"].xy[1] >= 0.069, "names that lie on each other"
-    assert drawn.axes[0].get_legend() is None
     assert drawn.alt == "Line chart: Loss. loss over epoch: FP32 from 0.9 to 0.5; bf16 from 0.8 to 0.45."
-
-
-def test_one_line_needs_no_name_and_powers_stand_evenly(figure):
-    table = pd.DataFrame({"k": 2.0 ** np.arange(-30, 20), "error": 10.0 ** -np.linspace(0, 12, 50), "arm": "fp16"})
-    drawn = figure(plots.curves, table, "k", "error", "arm", "Error", log2=["k"], log10=["error"])
-    assert not drawn.axes[0].texts
-    powers = np.log2(drawn.axes[0].get_xticks())
-    assert set(np.diff(powers)) == {8}
-    assert set(np.diff(np.log10(drawn.axes[0].get_yticks())).round(6)) == {2}
 
 
 def test_lines_on_logarithmic_axes_are_arithmetic_means(figure):
@@ -174,21 +139,11 @@ def test_a_line_that_ends_early_is_named_where_it_ends(figure):
     assert places["fp16"] == (pytest.approx((2 - left) / (right - left) + 0.01), at[0])
 
 
-def test_a_line_over_words_keeps_their_order_and_is_named_at_its_end(figure):
-    table = pd.DataFrame({"rung": ["plain", "bf16", "also fused"], "speed": [1.0, 2, 4], "card": ["A"] * 3})
-    drawn = figure(plots.curves, pd.concat([table, table.assign(card="B")]), "rung", "speed", "card", "Speed")
-    assert [label.get_text() for label in drawn.axes[0].get_xticklabels()] == ["plain", "bf16", "also fused"]
-    assert [text.xy[0] for text in drawn.axes[0].texts] == [1.01, 1.01]
-
-
-def test_lines_of_many_points_have_no_markers_and_may_be_named_at_their_peaks(figure):
+def test_lines_may_be_named_at_their_peaks(figure):
     table = pd.DataFrame({"op": range(41), "GiB": [*range(20), 30.5, *range(20, 0, -1)], "run": "fp16"})
     drawn = figure(plots.curves, table, "op", "GiB", "run", "Memory", peaks=True)
-    assert drawn.axes[0].lines[0].get_marker() in ("", "None", None)
     (name,) = drawn.axes[0].texts
     assert (name.get_text(), *name.xy, name.get_ha()) == ("fp16: 30.5", 20, 30.5, "center")
-    late = figure(plots.curves, table.assign(GiB=table.op), "op", "GiB", "run", "Memory", peaks=True)
-    assert late.axes[0].texts[0].get_ha() == "right", "no room on the right"
     assert drawn.alt == "Line chart: Memory. GiB over op: fp16 30.5."
 
 
@@ -209,19 +164,14 @@ def test_rows_of_pictures_bear_their_names(shape, figure):
     assert drawn.alt == "Rows of pictures: Digits: original 4 pictures, mean 1.00; fp16 3 pictures, mean 0.00."
 
 
-def test_histogram_counts_between_the_edges(figure):
-    drawn = figure(plots.histogram, [0.1, 0.2, 1.5], "Halves", "value", [0, 1, 2])
-    assert [bar.get_height() for bar in drawn.axes[0].patches] == [2, 1]
-    assert {"Halves", "value"} <= set(texts(drawn))
-    assert drawn.alt == "Histogram: Halves. How many by value: most 2 around 0.5."
-
-
-def test_bars_of_a_histogram_have_the_colour_of_their_fate(figure):
+def test_histogram_counts_between_the_edges_in_the_colour_of_their_fate(figure):
     shade = {"becomes 0": (0, 1), "normal": (1, 2)}
     drawn = figure(plots.histogram, [0.1, 0.2, 1.5], "Halves", "value", [0, 1, 2], shade=shade)
     bars = drawn.axes[0].patches[:2]
+    assert [bar.get_height() for bar in bars] == [2, 1]
     assert [to_hex(bar.get_facecolor()) for bar in bars] == [COLORS["becomes 0"], COLORS["normal"]]
-    assert {"becomes 0", "normal"} <= set(texts(drawn))
+    assert {"Halves", "value", "becomes 0", "normal"} <= set(texts(drawn))
+    assert drawn.alt.startswith("Histogram: Halves. How many by value: most 2 around 0.5;")
 
 
 def test_ranges_are_a_row_a_format(figure):
@@ -231,15 +181,9 @@ def test_ranges_are_a_row_a_format(figure):
     drawn = figure(plots.ranges, table, "Range", "size", over={"gradients": (2.0**-40, 1.0)})
     assert {"Range", "size", "fp16", "bf16", "11 bits", "8 bits", "gradients"} <= set(texts(drawn))
     thin, thick = drawn.axes[0].lines[:2]
-    assert thin.get_linewidth() < thick.get_linewidth() and thick.get_color() == COLORS["fp16"]
-    assert list(thin.get_xdata()) == [2.0**-24, 2.0**-14] and list(thick.get_xdata()) == [2.0**-14, 65504.0]
+    assert list(thin.get_xdata()) == [2.0**-24, 2.0**-14]
+    assert list(thick.get_xdata()) == [2.0**-14, 65504.0]
     assert drawn.alt.startswith("A row a format: Range. size: fp16 11 bits, from 5.96e-08 to 6.55e+04; bf16 8 bits,")
-
-
-def test_curves_can_have_logarithmic_axes_and_steps(figure):
-    table = pd.DataFrame({"number": [1, 2, 4], "spacing": [1e-3, 2e-3, 4e-3], "format": "fp16"})
-    drawn = figure(plots.curves, table, "number", "spacing", "format", "Spacing", log2=["number"], log10=["spacing"])
-    assert drawn.axes[0].get_xscale() == drawn.axes[0].get_yscale() == "log"
 
 
 def test_a_logarithmic_axis_within_two_powers_is_drawn(figure):
@@ -254,25 +198,14 @@ def test_tables_are_rounded_and_aligned_and_bear_no_counted_index(monkeypatch):
     plots.show(table)
     plots.show(table.set_index("format").largest, digits=2)
     first, second = shown
-    assert first["text/plain"].split() == [
-        "format",
-        "largest",
-        "codes",
-        "fp16",
-        "65,504",
-        "65,536",
-        "bf16",
-        "3.39e+38",
-        "7",
-    ]
+    words = "format largest codes fp16 65,504 65,536 bf16 3.39e+38 7"
+    assert first["text/plain"].split() == words.split()
     assert second["text/plain"].split()[-1] == "3.4e+38" and "fp16" in second["text/plain"]
     assert first["text/html"].count("text-align: right") == 6 and "<th" in second["text/html"]
-    plots.show(table)
-    assert shown[-1] == first, "the same table is the same page, or nbval would find a difference"
 
 
-@pytest.mark.parametrize("theme, least", [("#ffffff", 3.0), ("#111111", 3.0)])
-def test_every_colour_can_be_seen_on_light_and_dark_pages(theme, least):
+@pytest.mark.parametrize("theme", ["#ffffff", "#111111"])
+def test_every_colour_can_be_seen_on_light_and_dark_pages(theme):
     """The contrast that WCAG 2.1 asks of graphics, and of text for the neutral colour of words."""
 
     def luminance(color):
@@ -288,36 +221,22 @@ def test_every_colour_can_be_seen_on_light_and_dark_pages(theme, least):
     assert contrast(plots.NEUTRAL) > 4
 
 
-def test_formats_and_fates_can_be_told_apart():
-    """By CIELAB's distance, in which 10 is seen at a glance."""
-    named = [*list(COLORS)[:6], *list(COLORS)[-4:]]
-    assert {*named} >= {"fp32", "fp4", "becomes 0", "overflows"}
-    assert not [name for name in FORMATS if plots.color_of(name) not in map(COLORS.get, named)], "a format without one"
-    lab = cv2.cvtColor(np.float32([[to_rgb(COLORS[name]) for name in named]]), cv2.COLOR_RGB2LAB)[0]
-    apart = {
-        names: np.linalg.norm(np.subtract(*pair)) for names, pair in zip(combinations(named, 2), combinations(lab, 2))
-    }
-    assert not {names for names, distance in apart.items() if distance < 19}
-
-
 def test_names_find_their_colour():
     formats = {"FP32 (TF32)": "tf32", "torch.bfloat16": "bf16", "fp16 + GradScaler": "fp16", "fp8_e4m3fn": "fp8"}
     formats |= {"AMP": "fp16", "momentum": "optimizer", "becomes 0": "becomes 0"}
     assert {name: plots.color_of(name) for name in formats} == {name: COLORS[kind] for name, kind in formats.items()}
     assert plots.color_of("a sample") == plots.NEUTRAL
+    assert plots.NEUTRAL not in map(plots.color_of, FORMATS)
 
 
 def test_bars_have_a_tick_each_where_each_has_a_reference_of_its_own(figure):
     ratios = pd.Series({"FP32 again": 1.0, "bf16: speed": 0.7, "bf16: errors": 1.1})
     ticks = pd.Series({"FP32 again": 1.0, "bf16: speed": 1.0, "bf16: errors": 1.2})
     drawn = figure(plots.bars, ratios, "Verdict", "FP32 = 1", low=ratios - 0.2, high=ratios + 0.2, reference=ticks)
-    axes = drawn.axes[0]
     assert "FP32 = 1; hatched: the interval contains its tick" in texts(drawn)
-    assert [bool(bar.get_hatch()) for bar in axes.patches] == [True, False, True]
-    (marks,) = [part for part in axes.collections if len(part.get_offsets()) == 3]
+    assert [bool(bar.get_hatch()) for bar in drawn.axes[0].patches] == [True, False, True]
+    (marks,) = [part for part in drawn.axes[0].collections if len(part.get_offsets()) == 3]
     assert marks.get_offsets().data.tolist() == [[1.0, 0], [1.0, 1], [1.2, 2]]
-    few = figure(plots.bars, ratios[1:2], "Verdict", "FP32 = 1", reference=ticks[1:2])
-    assert few.axes[0].get_xlim()[1] > 1, "the tick is within the picture"
 
 
 def test_strips_are_as_green_as_the_device_works(figure):
@@ -328,9 +247,10 @@ def test_strips_are_as_green_as_the_device_works(figure):
     first, second = drawn.axes
     red, grey, green = first.patches  # each over the one before
     values, edges, _ = green.get_data()
-    assert values.round(6).tolist() == [1, 1, 1, 1, 0.5, 1, 0, 0, 0, 0, 0] and edges[-1] == 10.5
-    assert grey.get_data().edges.tolist() == [8, 9] and red.get_data().edges.tolist() == [0, 10.5]
-    assert to_hex(green.get_facecolor()) == COLORS["normal"]
+    assert values.round(6).tolist() == [1, 1, 1, 1, 0.5, 1, 0, 0, 0, 0, 0]
+    assert edges[-1] == 10.5
+    assert grey.get_data().edges.tolist() == [8, 9]
+    assert red.get_data().edges.tolist() == [0, 10.5]
     assert len(second.patches) == 2, "no loader"
     assert {"10 ms, computes 52%", "10 ms, computes 38%", "waits for the loader", "ms, now"} <= set(texts(drawn))
     assert first.get_xlim() == second.get_xlim() == (0, 10.5)

@@ -36,7 +36,6 @@ NEEDED_BY = {
     "torch._functorch.config.backward_pass_autocast": "notebook 14: the dtypes of a compiled backward",
     "torch._subclasses.fake_tensor.FakeTensorMode": "autocast, footprint; notebooks 04, 06, 12: tensors without memory",
     "torch.distributed._tools.mem_tracker.MemTracker": "test_footprint: torch's own count, to compare with",
-    "torch.library._scoped_library": "test_autocast: a rule of the user's own",
     "torch.distributed.fsdp.FSDPModule._get_fsdp_state": "diagnose: FSDP2's policy",
     "torch.nn.Module()._compiled_call_impl": "diagnose: what `module.compile()` compiled",
     "torch.nn.Module()._forward_hooks": "check.first_bad: hooks that were left behind",

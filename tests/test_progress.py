@@ -36,43 +36,32 @@ def test_the_first_day_stays(file):
     assert days["verdict"] == "2026-01-02" and set(days) == {"verdict", "an old exercise", "limits"}
 
 
-def test_every_notebook_has_two_to_four_exercises(file):
-    counts = check.progress().passed.str.removeprefix("0 of ").astype(int)
-    assert len(counts) == 14
-    assert counts.between(2, 4).all()
-
-
-def test_broken_file_is_named_and_kept(file, capsys):
-    file.write_text("{")
-    assert check.progress().passed.str.startswith("0 of").all()
-    assert "progress.json cannot be read" in capsys.readouterr().out
-    check.verdict(say)
-    said = capsys.readouterr().out.splitlines()
-    assert said[0].startswith("(Not noted in progress.json: ") and said[1] == "Right. 1 of 2 in this notebook."
-    assert file.read_text() == "{"
-
-
-@pytest.mark.parametrize("text", ["[]", "null", '"verdict"', 100_000 * "["])
-def test_json_of_another_form_is_named_and_kept(text, file, capsys):
+@pytest.mark.parametrize("text", ["{", "[]", 100_000 * "["])
+def test_a_file_of_another_form_is_named_and_kept(text, file, capsys):
     file.write_text(text)
     check.verdict(say)
     said = capsys.readouterr().out.splitlines()
-    assert said[0].startswith("(Not noted in progress.json: ") and said[1] == "Right. 1 of 2 in this notebook."
-    assert len(check.progress()) == 14
-    assert file.read_text() == text and list(file.parent.iterdir()) == [file]
+    assert said[0].startswith("(Not noted in progress.json: ")
+    assert said[1] == "Right. 1 of 2 in this notebook."
+    assert check.progress().passed.str.startswith("0 of").all()
+    assert "progress.json cannot be read" in capsys.readouterr().out
+    assert file.read_text() == text
+    assert list(file.parent.iterdir()) == [file]
 
 
 def test_a_full_disk_erases_nothing(file, capsys):
     resource = pytest.importorskip("resource")
     passed.note("limits")
-    before, (soft, hard) = file.read_text(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = file.read_text()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
     try:
         assert passed.note("rms") == {"limits", "rms"}
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "(Not noted in progress.json: [Errno 27] File too large" in capsys.readouterr().out
-    assert file.read_text() == before and list(file.parent.iterdir()) == [file]
+    assert file.read_text() == before
+    assert list(file.parent.iterdir()) == [file]
 
 
 def test_what_several_notebooks_note_at_once_is_all_kept(file, capsys):

@@ -3,7 +3,6 @@ import json
 import math
 import os
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
@@ -27,11 +26,10 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.fixture(params=["alone", "beside invented records"])
-def company(request, folder):
-    """The suite's records, once alone and once with records of other machines beside them."""
-    if request.param != "alone":
-        invented.write(folder)
+@pytest.fixture
+def company(folder):
+    """The suite's records, with records of other machines beside them."""
+    invented.write(folder)
 
 
 def of_notebook_08(experiment):
@@ -65,9 +63,7 @@ def test_two_runs_in_one_second_are_both_kept(folder):
 PARTS = ["when", "what", "device", "software", "precision", "commit", "results"]
 
 
-@pytest.mark.parametrize(
-    "path", [*PARTS, *(f"software {name}" for name in ("torch", "cuda", "cudnn", "timm", "python"))]
-)
+@pytest.mark.parametrize("path", [*PARTS, "software torch", "software cudnn"])
 def test_record_without_provenance_is_refused(folder, path):
     record = within = a_record()
     *above, part = path.split()
@@ -88,7 +84,8 @@ def test_gpu_record_needs_its_driver_and_uuid():
 
 
 def test_nan_is_no_result(folder):
-    for result in (float("nan"), folder, torch.ones(2)):
+    of_two_columns = {("bf16", 1): 1.0}  # as pandas makes it
+    for result in (float("nan"), folder, torch.ones(2), of_two_columns):
         with pytest.raises(records.RecordError, match="not plain JSON"):
             records.save(a_record(seconds=result))
     assert not list(folder.iterdir())
@@ -100,12 +97,6 @@ def test_what_cannot_be_kept_is_said_and_stops_nothing(folder, capsys):
     assert records.keep("test", "fp32", {"batch": 2}, {"seconds": math.nan}, facts) is None
     assert capsys.readouterr().out.startswith("Not saved: test, fp32: This record is not plain JSON")
     assert [record["what"]["arm"] for record in records.load("test")] == ["bf16"] and not records.load("tes")
-
-
-def test_a_folder_that_is_not_there_yet_can_be_written_where_its_parent_can(tmp_path, monkeypatch):
-    assert records._is_writable(tmp_path / "new" / "deep")
-    monkeypatch.setattr(records.os, "access", lambda place, mode: place != tmp_path)
-    assert not records._is_writable(tmp_path / "new" / "deep")
 
 
 @pytest.fixture
@@ -126,7 +117,6 @@ def is_left_out(path, cause, capsys):
     "text, cause",
     [
         ('{"schema": 1,', "Expecting property name"),
-        ('{"schema": 1}', "$: 'kind' is a required property"),
         ("[]", "[] is not of type 'object'"),
         (100_000 * "[" + 100_000 * "]", "while decoding a JSON array"),
         (b"\xff", "can't decode byte 0xff"),
@@ -138,7 +128,7 @@ def test_a_broken_file_is_named_and_stops_no_other(text, cause, folder, good, ca
     assert is_left_out(path, cause, capsys)
 
 
-@pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999"])
+@pytest.mark.parametrize("number", ["NaN", "1e999"])
 def test_a_number_that_cannot_be_saved_is_not_loaded(number, folder, good, capsys):
     (folder / "other.json").write_text(good.replace("0.25", number))
     assert is_left_out(folder / "other.json", "not JSON compliant", capsys)
@@ -150,14 +140,6 @@ def test_a_folder_or_a_dangling_link_is_no_record(folder, good, capsys):
     (folder / "x.json").rmdir()
     (folder / "x.json").symlink_to("nowhere")
     assert is_left_out(folder / "x.json", "No such file", capsys)
-
-
-def test_all_that_is_left_out_is_counted_and_named_at_once(folder, capsys):
-    for name in ("a.json", "b.json"):
-        (folder / name).write_text("{")
-    assert records.load_all()
-    first, *named = capsys.readouterr().out.splitlines()
-    assert first.startswith("Records left out: 2.") and len(named) == 2
 
 
 def test_a_copied_record_counts_once(folder):
@@ -177,12 +159,6 @@ def test_a_linked_folder_of_records_is_read_once_and_written_without_a_word(tmp_
     said = subprocess.run([sys.executable, "-c", code], cwd=data.parent, env=variables, capture_output=True, text=True)
     count = len([*records.RECORDS.glob("*.json")])
     assert said.stdout == f"{count} {tmp_path / 'elsewhere' / 'data' / 'records'}\n", said.stderr
-
-
-def test_keys_that_json_has_not_are_refused_in_words_and_lose_nothing_else(folder, capsys):
-    """As pandas makes them of two columns."""
-    assert records.keep("test", "a", {}, {("bf16", 1): 1.0}, manifest(CPU)) is None
-    assert capsys.readouterr().out.startswith("Not saved: test, a: This record is not plain JSON: keys must be")
 
 
 def test_a_home_in_the_folder_s_name_is_found(monkeypatch):
@@ -205,11 +181,6 @@ def test_published_figures_are_labelled_as_such(company):
         records.validate(claimed)
 
 
-def test_figures_of_the_blog_posts_name_their_post():
-    published = records.load("07 published")
-    assert len(published) == 4 and all("如何使用 PyTorch 进行半精度训练" in r["source"] for r in published)
-
-
 def test_invented_records_are_marked_and_not_in_the_suite(folder):
     assert not list(records.RECORDS.glob("*INVENTED*"))
     assert not [r for r in records.load_all() if "INVENTED" in r["device"]["name"]]
@@ -222,31 +193,6 @@ def test_invented_records_are_marked_and_not_in_the_suite(folder):
     assert speed["bf16"] == pytest.approx(invented.FASTER * speed["FP32"])
 
 
-WRITER = """
-import os, time, torch
-from helpers import records
-from helpers.hardware import manifest
-def never_done(file):
-    print("written, not yet complete", flush=True)
-    time.sleep(60)
-record = records.new("killed", "bf16", {"i": 0}, {"block_seconds": [1.0]}, manifest(torch.device("cpu")))
-records.save(record)
-os.fsync = never_done
-record["when"] = "2030-01-01T00:00:00+00:00"
-records.save(record)
-"""
-
-
-@pytest.mark.weekly
-def test_writer_killed_in_the_middle_leaves_only_whole_records(folder):
-    writer = subprocess.Popen([sys.executable, "-c", WRITER], stdout=subprocess.PIPE, env=dict(os.environ))
-    assert writer.stdout.readline() == b"written, not yet complete\n"
-    writer.send_signal(signal.SIGKILL)
-    writer.wait()
-    assert len(list(folder.glob("*.tmp"))) == 1, "the writer was killed in the middle of its second record"
-    assert len([r for r in records.load_all() if r["what"]["experiment"] == "killed"]) == 1
-
-
 def test_identical_records_saved_at_once_do_not_collide(folder, monkeypatch):
     both = threading.Barrier(2)
     monkeypatch.setattr(records.os, "fsync", lambda file: both.wait(10))
@@ -257,6 +203,7 @@ def test_identical_records_saved_at_once_do_not_collide(folder, monkeypatch):
 
 def test_a_full_disk_leaves_nothing_half_written(folder, monkeypatch):
     def full(file):
+        assert not list(folder.glob("*.json")), "a record has its name only when it is complete"
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(records.os, "fsync", full)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from helpers import messages
-from tests.test_messages import BF16, FP8, HALF, language_model, ones, process_group
+from tests.weekly.test_messages_raised import BF16, FP8, HALF, language_model, ones, process_group
 
 FIXES = messages.load().set_index("slug")
 NOT_RUN = {  # and why not

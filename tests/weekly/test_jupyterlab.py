@@ -12,7 +12,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from playwright.sync_api import Error, expect
+from playwright.sync_api import expect
 
 from tests.weekly.browser import BROWSER, TRACEBACK, move_every_input
 
@@ -53,7 +53,7 @@ def lab(tmp_path_factory):
 def run_all(page, path, limit):
     """Press Run All in the open notebook and save it, again and again, until every cell in the file has run.
 
-    Returns the seconds that this took. Fails on an error in a cell or on the page, or after `limit` seconds.
+    Fails on an error in a cell or on the page, or after `limit` seconds.
     """
     page.get_by_text("Python 3 (ipykernel) | Idle").wait_for(timeout=60_000)
     page.locator(".jp-NotebookPanel:not(.lm-mod-hidden) .jp-Cell").first.click()
@@ -73,7 +73,7 @@ def run_all(page, path, limit):
         assert not page.errors
         if all(cell.execution_count for cell in cells):
             assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
-            return time.monotonic() - began
+            return
     pytest.fail(f"{path.name}: {sum(not cell.execution_count for cell in cells)} cells had not run after {limit} s")
 
 
@@ -82,7 +82,7 @@ def open_and_run(lab, page, name, limit=120):
     address, token, copy = lab
     page.goto(f"{address}/lab/tree/notebooks/{name}?reset&token={token}")
     page.wait_for_selector(".jp-NotebookPanel", timeout=60_000)
-    print(f"Run All of {name} took {run_all(page, copy / 'notebooks' / name, limit):.0f} s")
+    run_all(page, copy / "notebooks" / name, limit)
 
 
 def test_lab_opens_on_the_first_notebook_and_runs_it(lab, page):
@@ -90,18 +90,7 @@ def test_lab_opens_on_the_first_notebook_and_runs_it(lab, page):
     page.goto(f"{address}/?reset&token={token}")
     page.wait_for_selector(".jp-NotebookPanel", timeout=60_000)
     assert page.locator(".jp-mod-current .lm-TabBar-tabLabel").first.text_content() == "00_start_here.ipynb"
-    seconds = run_all(page, copy / "notebooks/00_start_here.ipynb", limit=120)
-    print(f"Run All of notebook 00 took {seconds:.0f} s")
-
-
-MILLISECONDS_TO_ANSWER = """
-button => new Promise(resolve => {
-    const began = performance.now()
-    const observer = new MutationObserver(() => { observer.disconnect(); resolve(performance.now() - began) })
-    const area = document.querySelector('.bitview-value').closest('.jp-OutputArea')
-    observer.observe(area, {childList: true, subtree: true})
-    button.click()
-})"""
+    run_all(page, copy / "notebooks" / "00_start_here.ipynb", limit=120)
 
 
 def test_explorer_answers_to_clicks_keys_and_typing(lab, page):
@@ -146,9 +135,6 @@ def test_explorer_answers_to_clicks_keys_and_typing(lab, page):
     number.press("Enter")
     shown("65504.0")
 
-    took = [bit(3).evaluate(MILLISECONDS_TO_ANSWER) for _ in range(10)]
-    print(f"a click is answered in {sorted(took)[5]:.0f} ms (median), {max(took):.0f} ms at most")
-    assert max(took) < 1000
     assert not page.errors
 
 
@@ -156,32 +142,6 @@ def test_search_box_of_the_op_tables_answers(lab, page):
     open_and_run(lab, page, "04_autocast_op_tables.ipynb")
     page.get_by_role("textbox", name="op contains", exact=True).fill("log_softmax")
     expect(page.locator(".jupyter-widgets table tbody th")).to_have_text(["log_softmax.int"])
-    assert not page.errors
-
-
-IS_NEAR = """
-selector => {
-    const place = document.querySelector(selector)
-    return place && Math.abs(place.getBoundingClientRect().y) < 1500
-}"""
-
-
-def test_tables_of_the_clinic_lead_to_their_cases(lab, page):
-    address, token, _ = lab
-    page.goto(f"{address}/lab/tree/notebooks/14_troubleshooting_clinic.ipynb?reset&token={token}")
-    page.get_by_text("Python 3 (ipykernel) | Idle").wait_for(timeout=60_000)
-    page.wait_for_timeout(5000)  # until the cells in between have their heights
-    link = page.get_by_role("link", name="Checkpointed block is recomputed in float32", exact=True).first
-    for more in (2, 1, 0):  # on a busy machine the cells in between get their heights late: then a reader clicks again
-        link.click()
-        try:
-            page.wait_for_function(
-                IS_NEAR, arg='[data-jupyter-id="Checkpointed-block-is-recomputed-in-float32"]', timeout=20_000
-            )
-            break
-        except Error:  # too late
-            assert more, "three clicks did not lead to the case"
-    page.wait_for_function("document.querySelectorAll('.jp-InputPlaceholder').length > 10", timeout=30_000)  # fixes
     assert not page.errors
 
 
