@@ -46,15 +46,14 @@ def time_block(step, steps, device, drop=0):
     return start.elapsed_time(end) / 1000 / steps
 
 
-def _at_most(rounds):
-    """`rounds`, or fewer where HALF_THE_BITS_ROUNDS says so: tests time everything, and need no narrow intervals.
-
-    The same number limits the steps of a block.
+def _at_most(number):
+    """A number of rounds or steps, or fewer where HALF_THE_BITS_ROUNDS says so: tests time everything, and need no
+    narrow intervals.
     """
-    rounds = min(rounds, int(os.environ.get("HALF_THE_BITS_ROUNDS") or rounds))
-    if rounds < 1:
-        raise ValueError(f"{rounds} rounds measure nothing; take 1 or more, and HALF_THE_BITS_ROUNDS likewise")
-    return rounds
+    number = min(number, int(os.environ.get("HALF_THE_BITS_ROUNDS") or number))
+    if number < 1:
+        raise ValueError(f"{number} rounds or steps measure nothing; take 1 or more, and HALF_THE_BITS_ROUNDS likewise")
+    return number
 
 
 def warm_up(step, device, steps=5, tolerance=0.01, at_most=18):

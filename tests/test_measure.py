@@ -124,7 +124,7 @@ def test_what_stops_the_measurement_is_told_and_the_complete_rounds_are_kept(sto
 @pytest.mark.parametrize("rounds, variable", [(0, ""), (20, "-1")])
 def test_no_rounds_at_all_are_refused(rounds, variable, monkeypatch):
     monkeypatch.setenv("HALF_THE_BITS_ROUNDS", variable)
-    with pytest.raises(ValueError, match=r"rounds measure nothing; take 1 or more, and HALF_THE_BITS_ROUNDS"):
+    with pytest.raises(ValueError, match=r"rounds or steps measure nothing; take 1 or more, and HALF_THE_BITS_ROUNDS"):
         measure.compare({"a": lambda: None}, CPU, images=1, rounds=rounds)
 
 
