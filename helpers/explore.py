@@ -492,48 +492,6 @@ def timeline(rows, parts, title):
     _show(layers, [], title, text, offset=8, width=WIDTH, height=36 * len(parts))
 
 
-def pointers(stored, exact, title, start):
-    """Angles as pointers on dials, where each should point and where it does; inputs choose the format and position.
-
-    `stored` maps `(format, position)` to angles in radians, one a dial (not finite: no pointer); `exact` maps
-    `position` to what they should be. Positions are 2^k - 1, in order. `start` is the first pair.
-    """
-    formats, positions = map(_distinct, zip(*stored))
-    dials = len(exact[positions[0]])
-    rows = [
-        (name, position.bit_length(), dial, angle, right)
-        for (name, position), angles in stored.items()
-        for dial, (angle, right) in enumerate(zip(angles, exact[position]))
-    ]
-    table = pd.DataFrame(rows, columns=["format", "k", "dial", "angle", "right"])
-    right, angle = table.pop("right"), table.pop("angle")
-    angle = angle.where(np.isfinite(angle))
-    away = ((np.degrees(angle - right) + 180) % 360 - 180).abs()
-    table["says"] = away.map("{:.0f}\N{DEGREE SIGN}".format).where(angle.notna(), "none")
-    table["right x"], table["right y"] = table.dial + 0.42 * np.cos(right), 0.42 * np.sin(right)
-    table["x"], table["y"] = table.dial + 0.42 * np.cos(angle), 0.42 * np.sin(angle)
-    inputs = [
-        _choice("format", "format ", formats, start[0]),
-        _slider("k", "position: 2 to the power of k, minus 1; k = ", sorted(set(table.k)), start[1].bit_length()),
-    ]
-    base = _chosen(table.round(3), "format", "k").transform_calculate(zero="0")
-    x = alt.X("dial:Q", axis=None, scale=alt.Scale(domain=[-0.5, dials - 0.5], nice=False))
-    y = alt.Y("zero:Q", axis=None, scale=alt.Scale(domain=[-0.5, 0.5], nice=False))
-    radius = 0.42 * WIDTH / dials
-    faces = base.mark_point(size=np.pi * radius**2, color=NEUTRAL, opacity=0.4, strokeWidth=1).encode(x, y)
-    should = base.mark_rule(color=NEUTRAL, strokeWidth=5, opacity=0.5).encode(x, y, x2="right x:Q", y2="right y:Q")
-    color = alt.Color("format:N", scale=_colors(formats), legend=None)
-    does = base.transform_filter("isValid(datum.x)").mark_rule(strokeWidth=2)
-    does = does.encode(x, y, x2="x:Q", y2="y:Q", color=color)
-    degrees = base.mark_text(dy=radius + 6, align="center", fontSize=13).encode(x, y, text="says:N")
-    head = "'position ' + format(pow(2, datum.k) - 1, ',') + ' in ' + datum.format + ': degrees away from exact'"
-    first = base.transform_filter("datum.dial == 0").transform_calculate(head=head)
-    words = first.mark_text(x=0, y=-24).encode(text="head:N")
-    text = f"{dials} dials with two inputs: {title}. They choose the format and the position."
-    layers = [faces, should, does, degrees, words]
-    _show(layers, inputs, title, text, offset=12, width=WIDTH, height=WIDTH // dials)
-
-
 def ring(held, title):
     """A ring all-reduce, step by step, by a slider: whose numbers are in what each process has of each part.
 

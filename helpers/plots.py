@@ -233,7 +233,7 @@ def curves(table, x, y, by, title, log2=(), log10=(), from_zero=True, shade=None
     if x in logs:
         axes.set_xscale("log", base=logs[x])
     elif pd.api.types.is_numeric_dtype(table[x]):
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     if y in logs:
         axes.set_yscale("log", base=logs[y])
     _shade(axes, shade)
@@ -244,7 +244,7 @@ def curves(table, x, y, by, title, log2=(), log10=(), from_zero=True, shade=None
     if from_zero and y not in logs:
         axes.set_ylim(bottom=0)
     several = table.groupby([by, x])[y].nunique().max() > 1
-    axes.set(xlabel=x, ylabel=f"{y}\nmean, least to most" if several else y)
+    axes.set(xlabel=x, ylabel=f"{y}\nmean and range of the runs" if several else y)
     words = means.agg(lambda line: f"from {line.iloc[0]:,.3g} to {line.iloc[-1]:,.3g}")
     if peaks:
         words = means.max()

