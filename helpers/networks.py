@@ -13,12 +13,15 @@ import os
 import shutil
 import sys
 import tempfile
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import transformers
 
+from helpers.measure import progress
 from helpers.ready import NotReady
 
 logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # torchao, which Transformers imports, would warn
@@ -54,7 +57,7 @@ def smollm2(dtype=torch.float32):
         model, tokenizer = _unpack(packed)
         _keep(kept, model, tokenizer)
         return model.to(dtype), tokenizer
-    with _bars(shown=False):
+    with _without_bars():
         model = transformers.LlamaForCausalLM.from_pretrained(kept, dtype=dtype)
     return model, _tokenizer(kept)
 
@@ -118,30 +121,22 @@ def _give_back():
         ctypes.CDLL(None).malloc_trim(0)
 
 
-class _bars:
-    """Transformers' progress bars, shown only while this lasts, or not at all."""
-
-    def __init__(self, shown):
-        self.shown = shown and "TQDM_DISABLE" not in os.environ
-
-    def __enter__(self):
-        self.before = transformers.utils.logging.is_progress_bar_enabled()
-        self._set(self.shown)
-
-    def __exit__(self, *_):
-        self._set(self.before)
-
-    @staticmethod
-    def _set(shown):
+@contextmanager
+def _without_bars():
+    """Transformers' own progress bars would stay on the page."""
+    shown = transformers.utils.logging.is_progress_bar_enabled()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
         if shown:
             transformers.utils.logging.enable_progress_bar()
-        else:
-            transformers.utils.logging.disable_progress_bar()
 
 
 def _unpack(packed):
     source = {"pretrained_model_name_or_path": packed.parent, "gguf_file": packed.name}
-    with _bars(shown=True):
+    one_bar = patch("transformers.modeling_gguf_pytorch_utils.tqdm", progress, create=True)
+    with _without_bars(), one_bar:
         quantized = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
         tokenizer = transformers.AutoTokenizer.from_pretrained(**source)
     # Transformers refuses to cast a model that it has read from GGUF. So the weights move to a plain one.
@@ -164,7 +159,7 @@ def _keep(folder, model, tokenizer):
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         part = Path(tempfile.mkdtemp(prefix="unpacking-", dir=folder.parent))
-        with _bars(shown=False):
+        with _without_bars():
             model.save_pretrained(part)
         tokenizer.save_pretrained(part)
         part.rename(folder)
