@@ -39,7 +39,7 @@ def smollm2(dtype=torch.float32):
 
     The model is Transformers' `LlamaForCausalLM`, on the CPU and in evaluation mode. It has 134,515,008 weights of
     `dtype`; the output layer shares those of the embedding. The package holds them rounded to about 4 bits (GGUF's
-    Q4_1). They are unpacked here, which takes about 20 seconds, and a copy of 540 MB is kept in the user's cache, or in
+    Q4_1). They are unpacked here, which takes half a minute, and a copy of 540 MB is kept in the user's cache, or in
     the folder that HALF_THE_BITS_CACHE names.
 
     Raises `NotReady` where the package is missing or its file is not the one that was tried.
@@ -56,7 +56,9 @@ def smollm2(dtype=torch.float32):
     if not kept.is_dir():
         model, tokenizer = _unpack(packed)
         _keep(kept, model, tokenizer)
-        return model.to(dtype), tokenizer
+        for weight in model.parameters():
+            weight.data = weight.data.to(dtype)  # unlike model.to, this leaves RoPE's frequencies in float32
+        return model, tokenizer
     with _without_bars():
         model = transformers.LlamaForCausalLM.from_pretrained(kept, dtype=dtype)
     return model, _tokenizer(kept)

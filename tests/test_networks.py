@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+import transformers
 
 from helpers import networks
 from helpers.ready import NotReady
@@ -72,6 +73,17 @@ def test_an_unpacked_copy_appears_whole_or_not_at_all(tmp_path, capsys):
     networks._keep(folder, Saved(), Saved())  # another process was faster: its copy stays
     assert [*folder.parent.iterdir()] == [folder] and len([*folder.iterdir()]) == 2
     assert not capsys.readouterr().out
+
+
+def test_where_no_copy_can_be_kept_the_model_is_the_same(tmp_path, monkeypatch):
+    tiny = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**tiny, vocab_size=8))
+    monkeypatch.setattr(networks, "_unpack", lambda packed: (model, Saved()))
+    (tmp_path / "file").write_text("no folder can be made here")
+    monkeypatch.setenv("HALF_THE_BITS_CACHE", str(tmp_path / "file"))
+    lower, _ = networks.smollm2(torch.bfloat16)
+    assert {weight.dtype for weight in lower.parameters()} == {torch.bfloat16}
+    assert lower.model.rotary_emb.inv_freq.dtype == torch.float32, "as from_pretrained leaves it"
 
 
 def test_the_copy_lies_in_the_folder_that_is_named(tmp_path, monkeypatch):
