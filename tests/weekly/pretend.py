@@ -39,14 +39,3 @@ def pytest_configure(config):
 def pytest_unconfigure(config):
     if hasattr(config, "noted"):
         config.noted.save()
-
-
-def pytest_collection_modifyitems(config, items):
-    if not config.option.pretend:
-        return
-    capability, _ = pretend_cuda.CARDS[config.option.pretend]
-    for item in items:
-        source = item.cell.source if hasattr(item, "cell") else ""
-        for words, compiles_from, reason in pretend_cuda.CANNOT:
-            if words in source and capability >= compiles_from:
-                item.add_marker(pytest.mark.xfail(reason=reason, strict=True))

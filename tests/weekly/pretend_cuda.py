@@ -27,10 +27,6 @@ CARDS = {  # compute capability, memory in bytes
     "H200": ((9, 0), 141 * 2**30),
     "B200": ((10, 0), 180 * 2**30),
 }
-# What cannot hold under this pretence: words in a notebook's cell, the first capability on which it compiles, and why.
-CANNOT = [
-    ("emulate_precision_casts=emulate", (8, 0), "a compiled function would round once"),
-]
 VARIABLE = "HALF_THE_BITS_PRETEND"
 ROOT = Path(__file__).resolve().parents[2]
 
