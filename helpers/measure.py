@@ -12,7 +12,6 @@ import numpy as np
 import pandas as pd
 import pynvml
 import torch
-from scipy.stats import bootstrap
 from tqdm.auto import tqdm
 
 from helpers.hardware import ask_nvml, gpu_processes
@@ -143,6 +142,8 @@ def product(*speedups):
     95% bootstrap percentile interval over rounds (all arms of a round are drawn together, in all comparisons alike).
     With fewer than 2 rounds there is no interval, and all three numbers are NaN.
     """
+    from scipy.stats import bootstrap  # a machine that only records may lack it
+
     samples = []
     for times, arm, baseline in speedups:
         by_round = times.pivot(index="round", columns="arm", values="seconds")
@@ -216,6 +217,8 @@ def kept_for_backward(model, forward):
     kept = {}  # holds the tensors, lest a freed address be given to another one and be counted as the same
 
     def note(tensor):
+        # Detached: an output that its own graph keeps would hold the graph, and both would never be freed.
+        tensor = tensor.detach()
         kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
         return tensor
 

@@ -1,4 +1,6 @@
+import gc
 import time
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -197,6 +199,19 @@ def test_kept_for_backward_counts_bytes_by_hand():
     with torch.autocast("cpu", torch.bfloat16):
         # The input is kept as bfloat16; its gradient is not asked for, so no 16-bit weight is kept.
         assert measure.kept_for_backward(model, lambda: model(x)) == {"bfloat16": (16 * 8 + 16 * 4) * 2}
+
+
+def test_kept_for_backward_leaves_nothing_alive():
+    """A sigmoid keeps its own output: with it the whole graph stayed in memory, and counted in the next measurement."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Sigmoid())
+    outputs = []
+
+    def forward():
+        outputs.append(weakref.ref(model(torch.randn(16, 8))))
+
+    measure.kept_for_backward(model, forward)
+    gc.collect()
+    assert outputs[0]() is None
 
 
 @pytest.mark.parametrize(
