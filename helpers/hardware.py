@@ -10,7 +10,6 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
-import cv2
 import pandas as pd
 import pynvml
 import torch
@@ -115,7 +114,7 @@ def manifest(device):
             "cuda": torch.version.cuda,
             "cudnn": _cudnn(),
             "timm": version("timm"),
-            "opencv": cv2.__version__,
+            "opencv": _opencv(),
         },
         "precision": {
             "convolutions": torch.backends.cudnn.conv.fp32_precision,
@@ -131,6 +130,14 @@ def manifest(device):
         },
         "commit": commit(),
     }
+
+
+def _opencv():
+    try:
+        import cv2  # a machine that only records may lack it
+    except ImportError:
+        return "not installed"
+    return cv2.__version__
 
 
 def _cudnn():

@@ -226,6 +226,8 @@ class Card:
             "stream": lambda stream: stream or nullcontext(),
             "default_stream": lambda device=None: stream,
             "is_current_stream_capturing": lambda: False,
+            "CUDAGraph": _Graph,
+            "graph": lambda graph, **options: nullcontext(),
             "manual_seed": lambda seed: None,
             "manual_seed_all": lambda seed: None,
             "get_rng_state": lambda device=None: torch.get_rng_state(),
@@ -364,6 +366,13 @@ class _Event:
         pass
 
     wait = synchronize
+
+
+class _Graph:
+    """Recorded work, which nothing repeats."""
+
+    def replay(self):
+        pass
 
 
 class _Stream:

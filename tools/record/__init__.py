@@ -1,0 +1,1 @@
+"""What this machine's GPU does, recorded by plain scripts: see `__main__`."""
