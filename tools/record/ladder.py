@@ -166,13 +166,14 @@ def race(session, below, above):
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         steps = {}
         first = {}
+        workers = {}
         for name in (below, above):
-            steps[name], workers = stepper(session, rungs[name], tempfile.mkdtemp(dir=folder))
+            steps[name], workers[name] = stepper(session, rungs[name], tempfile.mkdtemp(dir=folder))
             began = time.perf_counter()
             measure.time_block(steps[name], 1, session.device)
             first[name] = time.perf_counter() - began
             measure.warm_up(steps[name], session.device, steps=3, at_most=8)
-        idle = 2 * workers + 2  # more than workers have ready
+        idle = 2 * max(workers.values()) + 2  # more than workers have ready
         found = measure.compare(steps, session.device, settings(session)[2], rounds=6, steps=10 + idle, drop=idle)
         steps = None  # ends the workers
     blocks = found.groupby("arm", sort=False).seconds.apply(list).to_dict()
