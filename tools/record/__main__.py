@@ -37,9 +37,12 @@ def run(session, stages):
     """Run what is not done yet, or the stages that are asked for. Returns the units that were not recorded."""
     import torch
 
+    from helpers import records
+
     units = [unit for unit in all_units(session) if not stages or unit.stage in stages]
     left = [unit for unit in units if stages or str(unit) not in session.done]
     tqdm.write(f"{len(units) - len(left)} of {len(units)} parts are done already, by {session.done_file}")
+    tqdm.write(f"The records go to {records.save_folder()}")
     lost = []
     bar = tqdm(left, unit="part")
     for unit in bar:
