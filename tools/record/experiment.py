@@ -2,10 +2,11 @@
 
 from functools import partial
 
+import numpy as np
 import pandas as pd
 import torch
 
-from helpers import hardware, measure
+from helpers import DATA, hardware, measure
 from tools.record.session import Unit, use_float32
 
 LAYOUTS = {"NCHW": torch.contiguous_format, "channels_last": torch.channels_last}
@@ -126,16 +127,26 @@ def memory(session, layout):
         model = others = step = None  # or the next arm would count them
 
 
+def digits(count, size):
+    """The suite's first images and labels, read with Pillow, which timm brings along: OpenCV may be missing."""
+    from PIL import Image
+
+    folder = DATA / "digits"
+    table = pd.read_csv(folder / "train.csv").head(count)
+    pictures = []
+    for row in table.itertuples():
+        with Image.open(folder / row.path / row.image) as picture:
+            pixels = np.asarray(picture.convert("RGB").resize(size), dtype=np.float32)
+        pictures.append(torch.from_numpy(pixels / 255).permute(2, 0, 1))
+    labels = torch.tensor(table.label.to_numpy(), dtype=torch.float32)
+    return torch.stack(pictures), labels[:, None]
+
+
 def losses(session, arm):
     """The losses of 200 steps on the suite's digits, with the same batches in each arm."""
-    from helpers.dataset import DATA, ImageDataset, load_table
-
     _, size, batch = settings(session)
     steps = LOSS_STEPS if session.full else 4
-    table = load_table(DATA / "digits" / "train.csv")
-    digits = ImageDataset(table.head(256 if session.full else 16), size)
-    images = torch.stack([digits[number][0] for number in range(len(digits))]).to(session.device)
-    labels = torch.stack([digits[number][1] for number in range(len(digits))]).to(session.device)
+    images, labels = (part.to(session.device) for part in digits(256 if session.full else 16, size))
     settings_of_arm = arms_of(session.device)[arm]
     parts = build(session, settings_of_arm["dtype"], "NCHW", lr=0.02)
     order = torch.Generator().manual_seed(0)
