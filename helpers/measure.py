@@ -91,11 +91,12 @@ def compare(arms, device, images, rounds=20, steps=10, drop=2):
 
     `arms` maps a name to a function of no argument that does one training step on `images` images. Returns a
     DataFrame with one row a block: round, arm, seconds (of one step). An interrupt (Jupyter's stop button) or an
-    error ends the measurement, is told, and leaves the rounds that were complete (`attrs["complete"]` is then False);
-    without one, it goes on.
+    error ends the measurement, is told, and leaves the rounds that were complete (`attrs["complete"]` is then False,
+    and `attrs["why"]` says what stopped it, "Interrupted" or the error); without one, it goes on.
     """
     rows, rounds = [], _at_most(rounds)
     steps = _at_most(steps)
+    why = ""
     with progress(total=rounds * len(arms), desc="Timing", unit="block") as bar:
         try:
             for number, order in enumerate(_abba(list(arms), rounds)):
@@ -113,6 +114,7 @@ def compare(arms, device, images, rounds=20, steps=10, drop=2):
                 raise
     times = pd.DataFrame(rows, columns=["round", "arm", "seconds"])
     times.attrs["complete"] = len(times) == rounds * len(arms)
+    times.attrs["why"] = why
     return times
 
 

@@ -116,6 +116,7 @@ def test_what_stops_the_measurement_is_told_and_the_complete_rounds_are_kept(sto
 
     times = measure.compare({"a": step, "b": step}, CPU, images=1, rounds=10, steps=1, drop=0)
     assert times["round"].tolist() == [0, 0, 1, 1, 2, 2] and not times.attrs["complete"]
+    assert times.attrs["why"] == said
     assert f"{said}: 3 of 10 rounds are complete and kept." in capsys.readouterr().out
     assert measure.compare({"a": step}, CPU, images=1, rounds=1, steps=1, drop=0).attrs["complete"]
     calls[:] = range(7)

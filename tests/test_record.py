@@ -10,11 +10,11 @@ from functools import partial
 import pytest
 import torch
 
-from helpers import records
+from helpers import measure, records
 from tools import invented
 from tools.record import __main__ as record
 from tools.record import decoder
-from tools.record.session import Session, Unit
+from tools.record.session import Session, Unit, raise_if_stopped
 
 
 @pytest.fixture
@@ -52,6 +52,21 @@ def test_interrupted_it_loses_nothing_and_goes_on(session, tmp_path, monkeypatch
     monkeypatch.setattr(record, "all_units", lambda _: three_units(partial(save_one, name="second")))
     assert record.run(session(), []) == []
     assert arms_of(tmp_path) == ["first", "second", "third"], "and the first is not taken twice"
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt(), RuntimeError("CUDA error")])
+def test_a_comparison_that_is_stopped_keeps_its_rounds_and_stops_or_fails_its_part(stop):
+    calls = []
+
+    def step():
+        calls.append(1)
+        if len(calls) > 6:
+            raise stop
+
+    times = measure.compare({"a": step}, torch.device("cpu"), images=1, rounds=10, steps=1, drop=1)
+    assert len(times) == 3
+    with pytest.raises(type(stop)):
+        raise_if_stopped(times)
 
 
 def test_what_fails_costs_nothing_else_and_is_not_tried_again(session, tmp_path, monkeypatch):

@@ -147,6 +147,7 @@ def train(session, arm, compiled):
     if arm in FLOAT8:
         in_float8(model, arm.removeprefix("FP8 "), emulate=not session.full)
     if compiled:
+        torch.compiler.reset()  # what other arms have compiled does not count here
         for block in model.blocks:
             block.compile(dynamic=False)  # one compilation serves all blocks, as they are alike
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)

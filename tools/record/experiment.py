@@ -7,7 +7,7 @@ import pandas as pd
 import torch
 
 from helpers import DATA, hardware, measure
-from tools.record.session import Unit, use_float32
+from tools.record.session import Unit, raise_if_stopped, use_float32
 
 LAYOUTS = {"NCHW": torch.contiguous_format, "channels_last": torch.channels_last}
 LOSS_STEPS = 200
@@ -110,8 +110,7 @@ def times(session, layout):
         results = {"block_seconds": blocks, "images_per_step": len(images)}
         results["control"] = found.seconds[found.arm == "FP32 again"].tolist()
         session.save("07 step", name, config_of(session, layout, images), results, arm["float32"])
-    if not found.attrs["complete"]:
-        raise RuntimeError("the comparison was interrupted; its complete rounds are saved")
+    raise_if_stopped(found)
 
 
 def memory(session, layout):

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from helpers import hardware, measure
 from tools.record.experiment import settings
-from tools.record.session import Unit, use_float32
+from tools.record.session import Unit, raise_if_stopped, use_float32
 
 PLAIN = {"data": "float32", "non_blocking": False, "channels_last": False, "float32": "ieee", "autocast": None}
 PLAIN |= {"fused": None, "item": True, "compile": None}
@@ -182,3 +182,4 @@ def race(session, below, above):
     config = {"model": model, "size": size, "batch": batch, "workers": workers}
     config["on"] = {name: rungs[name] for name in (below, above)}
     session.save("08 own ladder", f"{above} against {below}", config, results)
+    raise_if_stopped(found)

@@ -76,3 +76,11 @@ def use_float32(way):
 
     torch.backends.cudnn.allow_tf32 = way == "tf32"
     torch.set_float32_matmul_precision("high" if way == "tf32" else "highest")
+
+
+def raise_if_stopped(times):
+    """Raise what has stopped `measure.compare`, which only tells it. The rounds before are to be saved first."""
+    if times.attrs["why"] == "Interrupted":
+        raise KeyboardInterrupt
+    if times.attrs["why"]:
+        raise RuntimeError(times.attrs["why"])
