@@ -8,44 +8,48 @@ import ipywidgets as widgets
 import numpy as np
 from IPython.display import display
 
-from helpers.formats import FORMATS
+from halfbits.formats import FORMATS
 
-# Each coloured box brings its own black text, so that it reads the same on a light page and on a dark one.
-_COLORS = {"sign": "#f2a08c", "exponent": "#7ccb95", "fraction": "#8ab4f0"}
-_PALE = {"sign": "#fcebe6", "exponent": "#e3f4e8", "fraction": "#e6effc"}  # of a bit that is 0
-_BOX = "padding:1px 4px;border-radius:3px;color:black;background:"
+# The formats that the explorer offers, here and on the site.
+SHOWN = ["fp32", "tf32", "bf16", "fp16", "fp8_e5m2", "fp8_e4m3fn", "fp4_e2m1fn"]
+# Each box has black text of its own, so that it reads the same on a light page and on a dark one.
+COLORS = {"sign": "#f2a08c", "exponent": "#7ccb95", "fraction": "#8ab4f0"}
+PALE = {"sign": "#fcebe6", "exponent": "#e3f4e8", "fraction": "#e6effc"}  # of a bit that is 0
 
 
 class BitView:
-    """The bits of one number in one format: a line of text, and in notebooks the same line in colour.
+    """The bits of one number in one format: a line of text, in notebooks the same in colour.
 
-    value_or_code: a float is a value, and is rounded to the format; an int is a code, the bits themselves.
-    format: a name in `helpers.formats.FORMATS`.
+    value_or_code: a float is a value, and is rounded to the format; an int is a code, the bits
+    themselves. format: a name in `halfbits.formats.FORMATS`.
 
-    Attributes: `format` (a FloatFormat), `code` (int), `value` (float), `kind` (see `FloatFormat.kind`), and `given`,
-    the float before it was rounded. Raises TypeError, ValueError or KeyError as `helpers.formats` does.
+    Attributes: `format` (a FloatFormat), `code` (int), `value` (float), `kind` (as of
+    `FloatFormat.kind`), and `given`, the float before it was rounded. Raises TypeError, ValueError
+    or KeyError as `halfbits.formats` does.
 
     Examples
     --------
-    >>> BitView(0.1, "fp16")
-    fp16       0 | 01011 | 1001100110   0.0999755859375   0x2e66   normal   0.1 rounded by -2.44e-05
+    >>> BitView(0.1, "bf16")
+    bf16       0 | 01111011 | 1001101   0.10009765625   0x3dcd   normal   0.1 rounded by 9.77e-05
     """
 
-    def __init__(self, value_or_code, format):
+    def __init__(self, value_or_code: float | int, format: str):
         self.format = FORMATS[format]
         is_code = isinstance(value_or_code, int) or np.asarray(value_or_code).dtype.kind in "iu"
         self.code = int(value_or_code if is_code else self.format.encode(value_or_code))
-        self.value, self.kind = float(self.format.decode(self.code)), str(self.format.kind(self.code))
+        self.value = float(self.format.decode(self.code))
+        self.kind = str(self.format.kind(self.code))
         self.given = self.value if is_code else float(value_or_code)
 
     @property
-    def fields(self):
-        """The bits of each field as text: {"sign": "0", "exponent": "01111", "fraction": "0000000000"}."""
-        bits, end = f"{self.code:0{self.format.bits}b}", 1 + self.format.exponent_bits
+    def fields(self) -> dict[str, str]:
+        """The bits of each field: {"sign": "0", "exponent": "01111", "fraction": "0000000000"}."""
+        bits = f"{self.code:0{self.format.bits}b}"
+        end = 1 + self.format.exponent_bits
         return {"sign": bits[0], "exponent": bits[1:end], "fraction": bits[end:]}
 
     @property
-    def formula(self):
+    def formula(self) -> str:
         """How the fields make the value."""
         sign, exponent, fraction = (int(field) for field in self.format.fields(self.code))
         if not math.isfinite(self.value):
@@ -54,45 +58,51 @@ class BitView:
         power = f"2^({exponent if normal else 1} - {self.format.bias})"
         return f"{'-' * sign}{power} x ({normal} + {fraction}/{2**self.format.mantissa_bits})"
 
-    def neighbours(self):
-        """The codes of the next number below and above, infinities included; None where there is none."""
-        one_sign = 2 ** (self.format.exponent_bits + self.format.mantissa_bits)
-        place = self.code % one_sign * (1 if self.code < one_sign else -1)  # numbers are ordered as their codes are
-        found = []
-        for rank in (place - 1, place + 1):
-            code = abs(rank) + one_sign * (rank < 0)
-            there = abs(rank) < one_sign and code < 2**self.format.bits
-            found.append(code if there and not np.isnan([self.value, self.format.decode(code)]).any() else None)
-        return tuple(found)
+    def neighbours(self) -> tuple[int | None, int | None]:
+        """The codes of the next number below and above, infinities included, or None."""
+        half = 2 ** (self.format.bits - 1)  # the first code with a sign
+        rank = self.code if self.code < half else half - self.code  # in the order of the numbers
+        return self._code_at(rank - 1, half), self._code_at(rank + 1, half)
+
+    def _code_at(self, rank, half):
+        if abs(rank) >= half:
+            return None
+        code = rank if rank >= 0 else half - rank
+        return None if np.isnan([self.value, self.format.decode(code)]).any() else code
 
     def _facts(self):
         digits = 2 + -(-self.format.bits // 4)
-        facts = [f"{self.value!r}", f"{self.code:#0{digits}x}", self.kind]
+        facts = [repr(self.value), f"{self.code:#0{digits}x}", self.kind]
         if repr(self.value) != repr(self.given):
             off = self.value - self.given
-            facts.append(f"{self.given!r} rounded{f' by {off:.3g}' if math.isfinite(off) else ''}")
+            by = f" by {off:.3g}" if math.isfinite(off) else ""
+            facts.append(f"{self.given!r} rounded{by}")
         return facts
 
     def __repr__(self):
-        return "   ".join([f"{self.format.name:<10} {' | '.join(self.fields.values())}", *self._facts()])
+        bits = f"{self.format.name:<10} {' | '.join(self.fields.values())}"
+        return "   ".join([bits, *self._facts()])
 
     def _repr_html_(self):
-        boxes = [
-            f'<span title="{name}" style="{_BOX}{_COLORS[name]}">{bits}</span>' for name, bits in self.fields.items()
-        ]
-        code = f'<code style="background:none;color:inherit">{" | ".join(boxes)}</code>'  # legible without the colours
-        facts = "".join(f' <span style="margin-left:1.2em">{fact}</span>' for fact in self._facts())
+        box = "padding:1px 4px;border-radius:3px;color:black;background:"
+        boxes = []
+        for name, bits in self.fields.items():
+            boxes.append(f'<span title="{name}" style="{box}{COLORS[name]}">{bits}</span>')
+        code = f'<code style="background:none;color:inherit">{" | ".join(boxes)}</code>'
+        spaced = '<span style="margin-left:1.2em">'
+        facts = "".join(f" {spaced}{fact}</span>" for fact in self._facts())
         name = f'<span style="display:inline-block;width:6.5em">{self.format.name}</span> '
-        return f'<div style="font-family:monospace;margin:3px 0;white-space:nowrap">{name}{code}{facts}</div>'
+        line = '<div style="font-family:monospace;margin:3px 0;white-space:nowrap">'
+        return f"{line}{name}{code}{facts}</div>"
 
 
 def _axis(y, caption, ticks, pointer):
-    """SVG of a horizontal line with ticks {label: x}, and a triangle at x = `pointer`, or beyond the line's end."""
-    marks = [
-        f'<path d="M{x:.1f} {y} v7" stroke="currentColor"/><text x="{x:.1f}" y="{y + 20}">{label}</text>'
-        for label, x in ticks.items()
-    ]
-    if pointer < 40:
+    """SVG of a horizontal line with ticks {label: x}, and a triangle at x = `pointer`."""
+    marks = []
+    for label, x in ticks.items():
+        marks.append(f'<path d="M{x:.1f} {y} v7" stroke="currentColor"/>')
+        marks.append(f'<text x="{x:.1f}" y="{y + 20}">{label}</text>')
+    if pointer < 40:  # beyond the line's end
         marks.append(f'<path d="M24 {y} l12 -6 v12 z"/>')
     elif pointer > 600:
         marks.append(f'<path d="M616 {y} l-12 -6 v12 z"/>')
@@ -103,80 +113,95 @@ def _axis(y, caption, ticks, pointer):
 
 
 def _number_line(view):
-    """SVG of the number between its two neighbours, and of its size on a logarithmic line of the whole format."""
-    form, drawing, size = view.format, "", abs(view.given)
-    around = [float(form.decode(code)) for code in view.neighbours() if code is not None]
+    """SVG of the number between its neighbours, and of its size in the range of the format."""
+    form = view.format
+    drawing = ""
     if math.isfinite(view.value):
-        around = [view.value, *filter(math.isfinite, around)]
-        scale = 240 / max(abs(value - view.value) for value in around)
-        ticks = {repr(value): 320 + scale * (value - view.value) for value in around}
-        drawing = _axis(34, "the number and its neighbours", ticks, 320 + scale * (view.given - view.value))
-    log2s = math.log2(form.smallest_subnormal), math.log2(form.max)
+        codes = [code for code in view.neighbours() if code is not None]
+        near = [view.value, *filter(math.isfinite, map(float, map(form.decode, codes)))]
+        scale = 240 / max(abs(value - view.value) for value in near)
+        ticks = {repr(value): 320 + scale * (value - view.value) for value in near}
+        pointer = 320 + scale * (view.given - view.value)
+        drawing = _axis(34, "the number and its neighbours", ticks, pointer)
+    lowest = math.log2(form.smallest_subnormal)
+    highest = math.log2(form.max)
 
     def by_size(value):
-        return 60 + 520 * (math.log2(value) - log2s[0]) / (log2s[1] - log2s[0])
+        return 60 + 520 * (math.log2(value) - lowest) / (highest - lowest)
 
-    landmarks = {form.smallest_subnormal, 1.0, form.max}
+    landmarks = [form.smallest_subnormal, 1.0, form.max]
     if by_size(form.smallest_normal) > 120:  # else its label would cover the one on the left
-        landmarks.add(form.smallest_normal)
-    pointer = by_size(size) if 0 < size < math.inf else {0: 0, math.inf: 640}.get(size, math.nan)
-    ticks = {f"{value:.5g}": by_size(value) for value in sorted(landmarks)}
+        landmarks.insert(1, form.smallest_normal)
+    ticks = {f"{value:.5g}": by_size(value) for value in landmarks}
+    size = abs(view.given)
+    pointer = {0.0: 0, math.inf: 640}.get(size, math.nan)
+    if 0 < size < math.inf:
+        pointer = by_size(size)
     drawing += _axis(104, f"its size in the range of {form.name}", ticks, pointer)
     label = f"{view.value!r} between its neighbours, and in the range of {form.name}"
-    style = 'width="640" style="display:block" font-size="11" text-anchor="middle" fill="currentColor"'
-    return f'<svg viewBox="0 0 640 130" {style} role="img" aria-label="{label}">{drawing}</svg>'
+    look = 'width="640" style="display:block" font-size="11" text-anchor="middle"'
+    look += f' fill="currentColor" role="img" aria-label="{label}"'
+    return f'<svg viewBox="0 0 640 130" {look}>{drawing}</svg>'
 
 
 def _parse(text):
-    """The value (float) or code (int) that a reader typed: 0.1, 1e-8, 2^-24, 1/3, inf, or bits as 0x3c00 or 0b1."""
+    """What a reader typed: a value (float) as 0.1, 2^-24, 1/3 or inf, or a code (int) as 0x3c00."""
     text = text.strip().lower().replace("**", "^").replace("\N{MINUS SIGN}", "-")
     try:
         if text.startswith(("0x", "0b")):
             return int(text, 0)
-        sign, size = (-1, text[1:]) if text.startswith("-") else (1, text)
-        base, power, exponent = size.partition("^")
-        return sign * (float(base) ** float(exponent) if power else float(Fraction(size) if "/" in size else size))
+        base, power, exponent = text.removeprefix("-").partition("^")
+        value = float(Fraction(base) if "/" in base else base)
+        if power:
+            value **= float(exponent)
+        return -value if text.startswith("-") else value
     except ArithmeticError:
         raise ValueError(f"{text} is too large, or a division by zero.") from None
     except ValueError:
-        raise ValueError(f"{text!r} is not a number. Try 0.1, 1e-8, 2^-24, 1/3, inf, or bits: 0x3c00.") from None
+        tries = "Try 0.1, 1e-8, 2^-24, 1/3, inf, or bits: 0x3c00."
+        raise ValueError(f"{text!r} is not a number. {tries}") from None
 
 
 class _Explorer:
-    """The widgets of `explore_bits`. Whatever is clicked or typed makes a new BitView, from which all are drawn."""
+    """The widgets of `explore_bits`. What is clicked or typed makes a new BitView, which `show`
+    draws."""
 
     def __init__(self, format, number):
         self.number = widgets.Text(description="number", continuous_update=False)
-        self.format = widgets.Dropdown(description="format", options=list(FORMATS))
-        self.steps = [
-            widgets.Button(description=text, layout={"width": "auto"}) for text in ("next below", "next above")
-        ]
+        self.format = widgets.Dropdown(description="format", options=SHOWN)
+        fit = {"width": "auto"}
+        self.below = widgets.Button(description="next below", layout=fit)
+        self.above = widgets.Button(description="next above", layout=fit)
         small = {"width": "2em", "padding": "0", "margin": "1px"}
-        self.bits = [widgets.Button(layout=small, style={"text_color": "black"}) for _ in range(32)]
-        self.captions = {field: widgets.HTML() for field in _COLORS}
-        self.rows = {field: widgets.HBox(layout={"flex_flow": "row wrap"}) for field in _COLORS}
-        self.problem, self.result = widgets.HTML(), widgets.HTML()
+        black = {"text_color": "black"}
+        self.bits = [widgets.Button(layout=small, style=black) for _ in range(32)]
+        wrapped = {"flex_flow": "row wrap"}
+        self.captions = {field: widgets.HTML() for field in COLORS}
+        self.rows = {field: widgets.HBox(layout=wrapped) for field in COLORS}
+        self.problem = widgets.HTML()
+        self.result = widgets.HTML()
         self.show(BitView(number, format))
         self.format.value = format
-        self.number.observe(self.read_number, "value")
-        self.format.observe(lambda _: self.show(BitView(self.view.given, self.format.value)), "value")
-        for place, button in enumerate(self.bits):
-            button.on_click(lambda _, bit=1 << place: self.show(self.with_code(self.view.code ^ bit)))
-        for side, button in enumerate(self.steps):
-            button.on_click(lambda _, side=side: self.show(self.with_code(self.view.neighbours()[side])))
-        gap = {"margin": "0 8px 0 0"}
-        fields = [widgets.VBox([self.captions[field], self.rows[field]], layout=gap) for field in _COLORS]
-        self.box = widgets.VBox(
-            [
-                widgets.HBox([self.number, self.format, *self.steps]),
-                widgets.HBox(fields, layout={"flex_flow": "row wrap"}),
-                self.problem,
-                self.result,
-            ]
-        )
 
-    def with_code(self, code):
-        return BitView(code, self.view.format.name)
+        self.number.observe(self.read_number, "value")
+        self.format.observe(self.change_format, "value")
+        self.below.on_click(lambda _: self.show_code(self.view.neighbours()[0]))
+        self.above.on_click(lambda _: self.show_code(self.view.neighbours()[1]))
+        for place, button in enumerate(self.bits):
+            button.on_click(lambda _, bit=1 << place: self.show_code(self.view.code ^ bit))
+
+        gap = {"margin": "0 8px 0 0"}
+        top = widgets.HBox([self.number, self.format, self.below, self.above])
+        columns = [[self.captions[field], self.rows[field]] for field in COLORS]
+        fields = [widgets.VBox(column, layout=gap) for column in columns]
+        middle = widgets.HBox(fields, layout=wrapped)
+        self.box = widgets.VBox([top, middle, self.problem, self.result])
+
+    def show_code(self, code):
+        self.show(BitView(code, self.view.format.name))
+
+    def change_format(self, change):
+        self.show(BitView(self.view.given, change["new"]))
 
     def read_number(self, change):
         if not self.writing:
@@ -186,25 +211,30 @@ class _Explorer:
                 self.problem.value = f"<b>{escape(str(error))}</b>"
 
     def show(self, view):
-        self.view, self.problem.value = view, ""
+        self.view = view
+        self.problem.value = ""
         self.writing = True  # so that the text below is not taken for the reader's
         self.number.value = repr(view.given)
         self.writing = False
-        place = view.format.bits
-        for field, number in zip(_COLORS, view.format.fields(view.code)):
-            text = view.fields.get(field, "")
-            self.rows[field].children = self.bits[place - len(text) : place][::-1]
-            for button, bit in zip(self.rows[field].children, text):
-                place -= 1
-                button.description, button.tooltip = bit, f"bit {place}, {field}"
-                button.style.button_color = _COLORS[field] if bit == "1" else _PALE[field]
-                button.style.font_weight = "bold" if bit == "1" else "normal"
+        end = view.format.bits
+        for (field, text), number in zip(view.fields.items(), view.format.fields(view.code)):
             self.captions[field].value = f"{field} {number}"
-        for button, code in zip(self.steps, view.neighbours()):
-            button.disabled = code is None
-        facts = "&emsp;".join([f"<b class='bitview-value'>{view.value!r}</b>", *view._facts()[1:]])
-        spacing = f"spacing here: {view.format.spacing(view.value):.6g}" if math.isfinite(view.value) else ""
-        every = "".join(BitView(view.given, name)._repr_html_() for name in self.format.options)
+            self.rows[field].children = self.bits[end - len(text) : end][::-1]
+            for button, bit in zip(self.rows[field].children, text):
+                end -= 1
+                button.description = bit
+                button.tooltip = f"bit {end}, {field}"
+                button.style.button_color = COLORS[field] if bit == "1" else PALE[field]
+                button.style.font_weight = "bold" if bit == "1" else "normal"
+        below, above = view.neighbours()
+        self.below.disabled = below is None
+        self.above.disabled = above is None
+        value = f"<b class='bitview-value'>{view.value!r}</b>"
+        facts = "&emsp;".join([value, *view._facts()[1:]])
+        spacing = ""
+        if math.isfinite(view.value):
+            spacing = f"spacing here: {view.format.spacing(view.value):.6g}"
+        every = "".join(BitView(view.given, name)._repr_html_() for name in SHOWN)
         self.result.value = (
             f"<div style='font-size:1.2em'>{view.formula} = {facts}</div>"
             f"<div>{spacing}</div>{_number_line(view)}"
@@ -212,26 +242,22 @@ class _Explorer:
         )
 
 
-def explore_bits(format="fp16", number=0.1):
-    """Show widgets in which every bit can be clicked, any number typed, and the format switched.
+def explore_bits(format: str = "fp16", number: float = 0.1) -> None:
+    """Show widgets in which bits can be clicked, a number typed, and the format switched.
 
-    format: a name in `FORMATS`. number: the float to begin with.
-
-    A page without a live kernel shows a few fixed BitViews instead, which the live widgets hide.
+    format: a name in `SHOWN`. number: the float to begin with. A page without a live kernel shows a
+    few fixed BitViews instead, which the live widgets hide.
     """
     form = FORMATS[format]
     explorer = _Explorer(format, number)
-    fixed = [BitView(value, format) for value in (number, 1.0, form.max, form.smallest_normal, form.smallest_subnormal)]
+    values = [number, 1.0, form.max, form.smallest_normal, form.smallest_subnormal]
+    fixed = [BitView(value, format) for value in values]
+    data = f'class="bitview-fixed" data-format="{format}" data-value="{number}"'
     page = "".join(view._repr_html_() for view in fixed)
     text = "\n".join(map(repr, fixed))
-    display(
-        {
-            "text/html": f'<div class="bitview-fixed" data-format="{format}" data-value="{number}">{page}</div>',
-            "text/plain": text,
-        },
-        raw=True,
-    )
-    style = ".bitview-fixed {display: none} .bitview button:focus-visible {outline: 3px solid #0173b2}"
+    display({"text/html": f"<div {data}>{page}</div>", "text/plain": text}, raw=True)
+    style = ".bitview-fixed {display: none} "
+    style += ".bitview button:focus-visible {outline: 3px solid #0173b2}"
     explorer.box.add_class("bitview")
     explorer.box.children += (widgets.HTML(f"<style>{style}</style>"),)
     display(explorer.box._repr_mimebundle_() | {"text/plain": ""}, raw=True)

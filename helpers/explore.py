@@ -1,7 +1,7 @@
 """Charts with sliders that work without a kernel: in a stored notebook, on the site, on a phone.
 
-Data are computed in Python; the browser only moves them. A chart is stored as Vega-Lite 5, which JupyterLab draws by
-itself, beside a picture of its first state for readers that draw no charts.
+Data are computed in Python; the browser only moves them. A chart is stored as Vega-Lite 5, which
+JupyterLab draws by itself, beside a picture of its first state for readers that draw no charts.
 """
 
 import base64
@@ -12,55 +12,66 @@ import sys
 import altair as alt
 import numpy as np
 import pandas as pd
+import torch
 from IPython.display import display
 from PIL import Image
 
-from helpers.formats import FORMATS
+from halfbits.formats import FORMATS
 from helpers.plots import COLORS, NEUTRAL, color_of
 
 WIDTH = 640
 # Instead of vega-embed's own style sheet: the chart shrinks to fit, the inputs stand in columns.
 STYLE = """.vega-embed{max-width:760px}.vega-embed svg.marks{max-width:100%;height:auto}
-.vega-bindings{display:grid;grid-template-columns:repeat(auto-fill,minmax(17rem,1fr));gap:.3rem 1.5rem;font-size:14px}
+.vega-bindings{display:grid;grid-template-columns:repeat(auto-fill,minmax(17rem,1fr));\
+gap:.3rem 1.5rem;font-size:14px}
 .vega-bind label{display:flex;align-items:center;gap:.6em;flex-wrap:wrap}
 .vega-bind input[type=range]{flex:1;min-width:6rem}
-.vega-bind label>span:last-child{min-width:2.5em;text-align:right}.vega-bind-radio{display:flex;gap:.6em}
-.vega-bindings:has([type=search]){display:block}.vega-bind [type=search]{flex:1;font:inherit;padding:.4em}
+.vega-bind label>span:last-child{min-width:2.5em;text-align:right}\
+.vega-bind-radio{display:flex;gap:.6em}
+.vega-bindings:has([type=search]){display:block}\
+.vega-bind [type=search]{flex:1;font:inherit;padding:.4em}
 .vega-embed:has([type=search]){display:flex;flex-direction:column-reverse}"""
 EMBED = {"actions": False, "renderer": "svg", "defaultStyle": STYLE}
 INKED = dict.fromkeys(("labelColor", "titleColor", "domainColor", "tickColor"), NEUTRAL)
+AXIS = {"grid": False, "labelFontSize": 12, "titleFontSize": 13, "titleFontWeight": "normal"}
 CONFIG = {  # the look of helpers.plots
     "background": "transparent",
     "font": "sans-serif",
     "view": {"stroke": None},
-    "axis": INKED | {"grid": False, "labelFontSize": 12, "titleFontSize": 13, "titleFontWeight": "normal"},
+    "axis": INKED | AXIS,
     "legend": {"labelColor": NEUTRAL, "labelFontSize": 12, "orient": "bottom", "title": None},
     "title": {"color": NEUTRAL, "anchor": "start", "fontSize": 14},
     "text": {"color": NEUTRAL, "fontSize": 15, "align": "left", "baseline": "top"},
     "rule": {"color": NEUTRAL},
 }
-VIEW = r"::(?:t|_?\w*view|expand|permute|transpose|(?:un)?squeeze|select|slice|split\w*|unbind|alias|detach)\b"
+VIEW = (
+    r"::(?:t|_?\w*view|expand|permute|transpose|(?:un)?squeeze|select|slice|split\w*|unbind"
+    r"|alias|detach)\b"
+)
 VEGA_LITE = "application/vnd.vegalite.v5+json"
 
 
-def show(chart, text):
-    """Show an Altair chart whose parameters are all bound to inputs; `text` is for whoever cannot see it.
+def show(chart: alt.TopLevelMixin, text: str) -> None:
+    """Show an Altair chart whose parameters are all bound to inputs; `text` is for whoever cannot
+    see it.
 
     On Colab, which does not draw stored charts, Altair's own HTML is shown.
 
     Examples
     --------
     >>> share = alt.param("share", value=1, bind=alt.binding_range(min=0, max=1))
-    >>> dot = alt.Chart(pd.DataFrame({"x": [1]})).mark_point(opacity=alt.expr("share")).add_params(share)
-    >>> show(dot, "A dot that fades.")  # doctest: +SKIP
+    >>> dot = alt.Chart(pd.DataFrame({"x": [1]})).mark_point(opacity=alt.expr("share"))
+    >>> show(dot.add_params(share), "A dot that fades.")  # doctest: +SKIP
     """
     chart = chart.configure(**CONFIG)
     if "google.colab" in sys.modules:
         display({"text/html": chart.to_html(), "text/plain": text}, raw=True)
         return
     # JupyterLab 4 draws version 5; these charts need nothing newer.
-    spec = chart.to_dict() | {"$schema": "https://vega.github.io/schema/vega-lite/v5.json", "description": text}
-    data, metadata = {VEGA_LITE: spec, "text/plain": text}, {VEGA_LITE: {"embed_options": EMBED}}
+    schema = "https://vega.github.io/schema/vega-lite/v5.json"
+    spec = chart.to_dict() | {"$schema": schema, "description": text}
+    data = {VEGA_LITE: spec, "text/plain": text}
+    metadata = {VEGA_LITE: {"embed_options": EMBED}}
     if picture := _picture(spec):
         data["image/png"], size = picture
         metadata["image/png"] = {"alt": text, **size}
@@ -73,7 +84,8 @@ def _picture(spec):
         import vl_convert
     except ImportError:
         return None
-    picture = Image.open(io.BytesIO(vl_convert.vegalite_to_png(spec, vl_version="5.8", scale=2)))
+    large = vl_convert.vegalite_to_png(spec, vl_version="5.8", scale=2)
+    picture = Image.open(io.BytesIO(large))
     file = io.BytesIO()
     picture.save(file, "PNG")  # a third of what vl-convert writes
     size = {"width": picture.width // 2, "height": picture.height // 2}
@@ -82,7 +94,8 @@ def _picture(spec):
 
 def _slider(name, text, values, start):
     """An input that goes through whole numbers from the first of `values` to the last."""
-    binding = alt.binding_range(min=min(values), max=max(values), step=values[1] - values[0], name=text)
+    step = values[1] - values[0]
+    binding = alt.binding_range(min=min(values), max=max(values), step=step, name=text)
     return alt.param(name, value=start, bind=binding)
 
 
@@ -103,8 +116,9 @@ def _distinct(values):
 
 
 def _chosen(table, *names):
-    """The rows of `table` whose columns `names` have the values of the inputs that are called the same."""
-    return alt.Chart(table).transform_filter(" && ".join(f"datum.{name} == {name}" for name in names))
+    """The rows of `table` whose columns `names` have the values of the inputs of these names."""
+    chosen = " && ".join(f"datum.{name} == {name}" for name in names)
+    return alt.Chart(table).transform_filter(chosen)
 
 
 def _colors(names):
@@ -113,38 +127,49 @@ def _colors(names):
 
 
 def _show(layers, inputs, title, text, offset=None, **size):
-    """Show `layers` on each other, with the inputs that move them, and their title, `offset` higher than usual."""
+    """Show `layers` on each other, with their inputs, and their title, raised by `offset`."""
     title = alt.TitleParams(title, offset=offset) if offset else title
     show(alt.layer(*layers).add_params(*inputs).properties(title=title, **size), text)
 
 
-def fates(values, scales, title, start=0, what="gradient"):
-    """A histogram of the nonzero `values` by their power of two, moved by a slider over the `scales`, exponents of 2:
-    what fp16 makes of each number has its colour, and the shares that become 0 and that overflow are written out.
-    Each of them is called a `what`.
+def fates(values: torch.Tensor, scales: range, title: str, start: int = 0) -> pd.DataFrame:
+    """A histogram of nonzero gradients by their power of two, moved by a slider over the `scales`,
+    exponents of 2.
 
-    Returns the shares at the first and at the last scale, as a DataFrame: what the slider shows at its ends.
+    What fp16 makes of each number has its colour, and the shares that become 0 and that overflow
+    are written out. Returns these shares at the first and at the last scale.
     """
-    powers = np.floor(np.log2(values[values != 0].double().abs().numpy(force=True))).astype(int)
+    sizes = values[values != 0].double().abs().numpy(force=True)
+    powers = np.floor(np.log2(sizes)).astype(int)
     power, count = np.unique(powers, return_counts=True)
     data = pd.DataFrame({"power": power, "count": count, "share": count / len(powers)})
     k = _slider("k", "scale: 2 to the power of ", scales, start)
     names = ["becomes 0", "subnormal", "normal", "overflows"]
+    fate = "datum.at < -14 ? 'subnormal' : datum.at < 16 ? 'normal' : 'overflows'"
     moved = alt.Chart(data).transform_calculate(
         at="datum.power + k",
-        fate="datum.at < -25 ? 'becomes 0' : datum.at < -14 ? 'subnormal' : datum.at < 16 ? 'normal' : 'overflows'",
+        fate=f"datum.at < -25 ? 'becomes 0' : {fate}",
     )
-    low, high = int(power[0]) + min(*scales, 0), int(power[-1]) + max(scales) + 2
-    x = alt.X("middle:Q", title=f"log2 of the scaled {what}", scale=alt.Scale(domain=[low, high], nice=False))
-    y = alt.Y("count:Q", title="how many", scale=alt.Scale(domain=[0, int(1.15 * max(count))]))
-    bars = moved.transform_calculate(middle="datum.at + 0.5").mark_bar(size=WIDTH / (high - low) - 1)
+    low = int(power[0]) + min(*scales, 0)
+    high = int(power[-1]) + max(scales) + 2
+    domain = alt.Scale(domain=[low, high], nice=False)
+    x = alt.X("middle:Q", title="log2 of the scaled gradient", scale=domain)
+    domain = alt.Scale(domain=[0, int(1.15 * max(count))])
+    y = alt.Y("count:Q", title="how many", scale=domain)
+    bars = moved.transform_calculate(middle="datum.at + 0.5")
+    bars = bars.mark_bar(size=WIDTH / (high - low) - 1)
     bars = bars.encode(x, y, color=alt.Color("fate:N", scale=_colors(names)))
     shares = moved.transform_calculate(
-        lost="datum.at < -25 ? datum.share : 0", over="datum.at >= 16 ? datum.share : 0"
-    ).transform_aggregate(lost="sum(lost)", over="sum(over)")
-    says = "'scale 2^' + k + ': lost ' + format(datum.lost, '.1%') + ', overflowed ' + format(datum.over, '.1%')"
-    words = shares.transform_calculate(says=says).mark_text(x=4, y=4, fontWeight="bold").encode(text="says:N")
-    text = f"Histogram with a slider: {title}. The slider multiplies all {what}s by a power of two."
+        lost="datum.at < -25 ? datum.share : 0",
+        over="datum.at >= 16 ? datum.share : 0",
+    )
+    shares = shares.transform_aggregate(lost="sum(lost)", over="sum(over)")
+    says = "'scale 2^' + k + ': lost ' + format(datum.lost, '.1%')"
+    says += " + ', overflowed ' + format(datum.over, '.1%')"
+    words = shares.transform_calculate(says=says).mark_text(x=4, y=4, fontWeight="bold")
+    words = words.encode(text="says:N")
+    text = f"Histogram with a slider: {title}. "
+    text += "The slider multiplies all gradients by a power of two."
     _show([bars, words], [k], title, text, width=WIDTH, height=220)
     ends = [scales[0], scales[-1]]
     at = np.add.outer(ends, powers)
@@ -152,16 +177,23 @@ def fates(values, scales, title, start=0, what="gradient"):
     return pd.DataFrame(shares, [f"2^{end}" for end in ends])
 
 
-def steps(run, title, interval):
-    """GradScaler stepped through a run, by a slider over the rows of `run`, with columns `step`, `scale` (before it),
-    `tracker` and `next scale`; `interval` clean steps double the scale. One sentence says what the step did.
+def steps(run: pd.DataFrame, title: str, interval: int) -> None:
+    """GradScaler stepped through a run, by a slider over the rows of `run`.
+
+    Their columns are `step`, `scale` (before it), `tracker` and `next scale`; `interval` clean
+    steps double the scale. One sentence says what the step did.
     """
-    bad, up = run["next scale"] < run["scale"], run["next scale"] > run["scale"]
-    data = pd.DataFrame({"step": run.step, "log2": np.log2(run.scale), "fate": np.where(bad, "overflows", "normal")})
-    taken = "all gradients are finite: the step is taken, clean step " + (run.tracker + 1).astype(str)
-    taken += f" of {interval}" + np.where(up, ", so the scale doubles", "")
-    data["says"] = np.where(bad, "a gradient is not finite: the step is skipped, the scale halves", taken)
-    data["head"] = "step " + data.step.astype(str) + ": the loss is multiplied by " + data.log2.map("2^{:.0f}".format)
+    bad = run["next scale"] < run["scale"]
+    up = run["next scale"] > run["scale"]
+    data = pd.DataFrame({"step": run.step, "log2": np.log2(run.scale)})
+    data["fate"] = np.where(bad, "overflows", "normal")
+    taken = "all gradients are finite: the step is taken, clean step "
+    taken += (run.tracker + 1).astype(str) + f" of {interval}"
+    taken += np.where(up, ", so the scale doubles", "")
+    skipped = "a gradient is not finite: the step is skipped, the scale halves"
+    data["says"] = np.where(bad, skipped, taken)
+    scales = data.log2.map("2^{:.0f}".format)
+    data["head"] = "step " + data.step.astype(str) + ": the loss is multiplied by " + scales
     step = _slider("step", "step ", list(data.step), int(data.step.iloc[-1]))
     base = alt.Chart(data)
     past = base.transform_filter("datum.step <= step")
@@ -169,7 +201,8 @@ def steps(run, title, interval):
     y = alt.Y("log2:Q", title="log2 of the scale", scale=alt.Scale(zero=False, padding=8))
     names = ["normal", "overflows"]
     color = alt.Color("fate:N", scale=_colors(names), legend=None)
-    shape = alt.Shape("fate:N", scale=alt.Scale(domain=names, range=["circle", "triangle-down"]), legend=None)
+    shapes = alt.Scale(domain=names, range=["circle", "triangle-down"])
+    shape = alt.Shape("fate:N", scale=shapes, legend=None)
     line = {"interpolate": "step-after", "color": NEUTRAL}
     ahead = base.mark_line(**line, strokeWidth=1, strokeDash=[2, 3]).encode(x, y)
     behind = past.mark_line(**line, strokeWidth=2).encode(x, y)
@@ -178,21 +211,31 @@ def steps(run, title, interval):
     head = now.mark_text(x=0, y=-44).encode(text="head")
     says = now.mark_text(x=0, y=-24).encode(text="says")
     text = f"GradScaler, step by step: {title}. A slider moves the step."
-    _show([ahead, behind, dots, head, says], [step], title, text, offset=8, width=WIDTH, height=220)
+    size = {"width": WIDTH, "height": 220}
+    _show([ahead, behind, dots, head, says], [step], title, text, offset=8, **size)
 
 
-def drawn_runs(runs, title, start):
-    """What networks draw after runs with different loss weights and loss scales, and their losses; two inputs choose
-    the run. `runs` maps `(weight, exponent of the scale)` to `(losses, pictures)`: a list, and a tensor of shape
-    (n, 8, 8) in [0, 1]. `start` is the first pair.
+def drawn_runs(
+    runs: dict[tuple[float, int], tuple[list, torch.Tensor]],
+    title: str,
+    start: tuple[float, int],
+) -> None:
+    """What networks draw after runs with different loss weights and loss scales, and their losses;
+    two inputs choose the run.
+
+    `runs` maps `(weight, exponent of the scale)` to `(losses, pictures)`: a list, and a tensor of
+    shape (n, 8, 8) in [0, 1]. `start` is the first pair.
     """
-    rows, curves = [], []
+    rows = []
+    curves = []
     for (weight, k), (losses, pictures) in runs.items():
         run = f"{weight:g} {k}"
-        pixels = (15 * pictures.nan_to_num(1.0).clamp(0, 1)).round().int().permute(1, 0, 2).flatten().tolist()
+        # A picture is a text of hexadecimal digits, from 0 (white) to f (black).
+        pixels = (15 * pictures.nan_to_num(1.0).clamp(0, 1)).round().int().permute(1, 0, 2)
+        pixels = "".join(f"{pixel:x}" for pixel in pixels.flatten().tolist())
         end = f"ends at {losses[-1]:.3f}" if np.isfinite(losses[-1]) else "is not finite"
         says = f"weight {weight:g}, scale 2^{k}: the loss {end}"
-        rows.append({"run": run, "pixels": "".join(f"{pixel:x}" for pixel in pixels), "says": says})
+        rows.append({"run": run, "pixels": pixels, "says": says})
         curve = pd.DataFrame({"run": run, "step": range(len(losses)), "loss": losses})
         curves.append(curve[:: max(1, len(losses) // 25)].round(4))
     curves = pd.concat(curves)
@@ -202,44 +245,57 @@ def drawn_runs(runs, title, start):
     k = _slider("k", "scale: 2 to the power of ", scales, start[1])
     width = 8 * len(pictures)
     images = alt.LookupData(pd.DataFrame(rows), "run", ["pixels", "says"])
-    chosen = alt.Chart(alt.sequence(0, 8 * width, as_="i")).transform_calculate(run="weight + ' ' + k")
-    chosen = chosen.transform_lookup("run", images)
+    chosen = alt.Chart(alt.sequence(0, 8 * width, as_="i"))
+    chosen = chosen.transform_calculate(run="weight + ' ' + k").transform_lookup("run", images)
     cells = chosen.transform_calculate(
         ink="indexof('0123456789abcdef', substring(datum.pixels, datum.i, datum.i + 1))",
         x=f"datum.i % {width} + floor(datum.i % {width} / 8)",  # with a gap after each picture
         y=f"floor(datum.i / {width})",
     )
     x = alt.X("x:O", axis=None, scale=alt.Scale(domain=list(range(width + len(pictures)))))
-    grey = alt.Color("ink:Q", scale=alt.Scale(domain=[0, 15], range=["white", "black"]), legend=None)
+    greys = alt.Scale(domain=[0, 15], range=["white", "black"])
+    grey = alt.Color("ink:Q", scale=greys, legend=None)
     digits = cells.mark_rect().encode(x, alt.Y("y:O", axis=None), color=grey)
     digits = digits.properties(title=title, width=WIDTH, height=8 * WIDTH // width)
     x = alt.X("step:Q", title=f"step; grey: all {len(runs)} runs, many of them alike")
     y = alt.Y("loss:Q", scale=alt.Scale(domain=[0, max(curves.loss) * 1.3], nice=False))
-    all_runs = alt.Chart(curves).mark_line(opacity=0.15, color=NEUTRAL).encode(x, y, detail="run:N")
+    every = alt.Chart(curves).mark_line(opacity=0.15, color=NEUTRAL).encode(x, y, detail="run:N")
     mine = alt.Chart(curves).transform_filter("datum.run == weight + ' ' + k")
     line = mine.mark_line(strokeWidth=3, color=color_of("fp16")).encode(x, y)
-    words = chosen.transform_filter("datum.i == 0").mark_text(x=120, y=4, fontWeight="bold").encode(text="says:N")
-    losses = alt.layer(all_runs, line, words).properties(width=WIDTH, height=160)
+    words = chosen.transform_filter("datum.i == 0").mark_text(x=120, y=4, fontWeight="bold")
+    words = words.encode(text="says:N")
+    losses = alt.layer(every, line, words).properties(width=WIDTH, height=160)
     chart = alt.vconcat(digits, losses).add_params(weight, k)
-    show(chart, f"Digits drawn by a trained network, with two inputs: {title}. They choose the loss weight and scale.")
+    text = f"Digits drawn by a trained network, with two inputs: {title}. "
+    show(chart, text + "They choose the loss weight and scale.")
 
 
-def calculator(parts, states, cards, title, start):
-    """The memory of a training step, a bar for each moment of it, by six inputs: model, precision, optimizer, batch,
-    GPUs and card.
+def calculator(
+    parts: pd.DataFrame,
+    states: dict[str, dict[tuple[str, str], float]],
+    cards: dict[str, tuple[float, float]],
+    title: str,
+    start: dict,
+) -> None:
+    """The memory of a training step, a bar for each moment of it, by six inputs: model, precision,
+    optimizer, batch, GPUs and card.
 
-    `parts`: a DataFrame in GiB, one row a part, with columns `model`, `precision`, `moment`, `part`, `fixed` (what is
-    there anyway) and `each` (what is added for each in the batch), as `footprint.growth` finds them. `states`: by
-    optimizer, then by (precision, moment), the bytes that it holds for each byte of weights. Several GPUs divide all
-    parts but "activations" and "autocast's copies". `cards`: by name, the GiB up to which a step fits, and those beyond
-    which it does not. `start`: a dict of where the inputs `model`, `precision`, `batch`, `gpus` and `card` begin.
+    `parts`: in GiB, one row per part, with columns `model`, `precision`, `moment`, `part`, `fixed`
+    (what is there anyway) and `each` (what is added for each in the batch). `states`: by optimizer,
+    then by (precision, moment), the bytes that it holds for each byte of weights. Several GPUs
+    divide all parts but "activations" and "autocast's copies". `cards`: by name, the GiB up to
+    which a step fits, and those beyond which it does not. `start`: where the inputs `model`,
+    `precision`, `batch`, `gpus` and `card` begin.
     """
     names = ["weights", "optimizer", "gradients", "autocast's copies", "activations"]
-    held, weights = [parts.assign(optimizer="")], parts[parts.part == "weights"]
+    held = [parts.assign(optimizer="")]
+    weights = parts[parts.part == "weights"]
     for optimizer, ratios in states.items():
-        more = [ratios[at] for at in zip(weights.precision, weights.moment)] * weights.fixed
-        held.append(weights.assign(part="optimizer", optimizer=optimizer, fixed=more, each=0))
-    held = pd.concat(held).sort_values("part", key=lambda part: part.map(names.index), kind="stable")
+        ratio = [ratios[at] for at in zip(weights.precision, weights.moment)]
+        more = weights.assign(part="optimizer", optimizer=optimizer, each=0)
+        held.append(more.assign(fixed=ratio * weights.fixed))
+    held = pd.concat(held)
+    held = held.sort_values("part", key=lambda part: part.map(names.index), kind="stable")
     moments = _distinct(parts.moment)
     inputs = [
         _select("model", _distinct(parts.model), start["model"]),
@@ -252,21 +308,32 @@ def calculator(parts, states, cards, title, start):
     chosen = "datum.model == model && datum.precision == precision"
     chosen += " && (datum.optimizer == '' || datum.optimizer == optimizer)"
     whole = json.dumps(["activations", "autocast's copies"])
-    size = f"(datum.fixed + batch * datum.each) / (indexof({whole}, datum.part) < 0 ? gpus : 1)"
+    shared = f"(indexof({whole}, datum.part) < 0 ? gpus : 1)"
+    size = f"(datum.fixed + batch * datum.each) / {shared}"
     base = alt.Chart(held.round(5)).transform_filter(chosen).transform_calculate(GiB=size)
-    x, y = alt.X("GiB:Q", scale=alt.Scale(domainMin=0)), alt.Y("moment:N", sort=moments, title=None)
-    color = alt.Color("part:N", scale=_colors(names), sort=names, legend=alt.Legend(columns=4))
-    bars = base.transform_calculate(order=f"indexof({json.dumps(names)}, datum.part)").mark_bar(height=34)
+    x = alt.X("GiB:Q", scale=alt.Scale(domainMin=0))
+    y = alt.Y("moment:N", sort=moments, title=None)
+    legend = alt.Legend(columns=4)
+    color = alt.Color("part:N", scale=_colors(names), sort=names, legend=legend)
+    order = f"indexof({json.dumps(names)}, datum.part)"
+    bars = base.transform_calculate(order=order).mark_bar(height=34)
     bars = bars.encode(x, y, color, order="order:Q")
-    peak = base.transform_aggregate(total="sum(GiB)", groupby=["moment"]).transform_aggregate(peak="max(total)")
-    peak = peak.transform_calculate(fits=f"({json.dumps(cards)})[card][0]", most=f"({json.dumps(cards)})[card][1]")
+    peak = base.transform_aggregate(total="sum(GiB)", groupby=["moment"])
+    peak = peak.transform_aggregate(peak="max(total)")
+    limits = f"({json.dumps(cards)})[card]"
+    peak = peak.transform_calculate(fits=f"{limits}[0]", most=f"{limits}[1]")
     near = alt.X("fits:Q", title="GiB a GPU; shaded: too near to tell")
     limit = peak.mark_rect(color=NEUTRAL, opacity=0.3).encode(near, x2="most:Q")
-    says = "precision + ', batch ' + batch + ', ' + card + ': ' + format(datum.peak, ',.1f') + ' GiB '"
-    says += " + (datum.peak > datum.most ? 'do not fit' : datum.peak > datum.fits ? 'are too near to tell' : 'fit')"
-    words = peak.transform_calculate(says=says).mark_text(x=0, y=-18, fontSize=13).encode(text="says:N")
-    text = f"Bars of memory with six inputs: {title}. Model, precision, optimizer, batch, GPUs and card."
-    _show([bars, limit, words], inputs, title, text, offset=24, width=WIDTH - 110, height=46 * len(moments))
+    says = "precision + ', batch ' + batch + ', ' + card + ': '"
+    says += " + format(datum.peak, ',.1f') + ' GiB '"
+    says += " + (datum.peak > datum.most ? 'do not fit'"
+    says += " : datum.peak > datum.fits ? 'are too near to tell' : 'fit')"
+    words = peak.transform_calculate(says=says).mark_text(x=0, y=-18, fontSize=13)
+    words = words.encode(text="says:N")
+    text = f"Bars of memory with six inputs: {title}. "
+    text += "Model, precision, optimizer, batch, GPUs and card."
+    size = {"width": WIDTH - 110, "height": 46 * len(moments)}
+    _show([bars, limit, words], inputs, title, text, offset=24, **size)
 
 
 def step_times(rows, ways, title, start):
@@ -391,20 +458,23 @@ def cast_map(traces, title):
     _show([boxes, names, casts], [network], title, text, width=WIDTH - 60, height=alt.Step(22))
 
 
-def walk(paths, unit, title, start):
-    """A number that is lowered again and again by one update, exactly and in a format; inputs choose the format, the
-    update and how many steps are taken.
+def walk(paths: dict[tuple[str, int], list[float]], unit: float, title: str, start: int) -> None:
+    """A number that is lowered again and again by one update, exactly and in a format; inputs
+    choose the format, the update and how many steps are taken.
 
-    `paths` maps `(format, update)` to the numbers stored after 0, 1, 2 ... steps; an update is an integer, so many
-    times `unit`. `start` is the update to begin with.
+    `paths` maps `(format, update)` to the numbers stored after 0, 1, 2 ... steps; an update is an
+    integer, so many times `unit`. `start` is the update to begin with.
     """
     formats, updates = map(_distinct, zip(*paths))
     first = paths[formats[0], updates[0]]
-    begin, count = first[0], len(first)
+    begin = first[0]
+    count = len(first)
     low = begin - 2 * count * unit * updates[-1]
-    spacings = {name: FORMATS[name].spacing(low) for name in formats}
-    ticks = [(name, np.arange(np.ceil(low / each), begin / each + 2) * each) for name, each in spacings.items()]
-    ticks = pd.DataFrame(ticks, columns=["format", "number"]).explode("number").astype({"number": float})
+    ticks = []
+    for name in formats:
+        spacing = FORMATS[name].spacing(low)
+        numbers = np.arange(np.ceil(low / spacing), begin / spacing + 2) * spacing
+        ticks.append(pd.DataFrame({"format": name, "number": numbers}))
     inputs = [
         _choice("format", "format ", formats, formats[0]),
         _slider("update", f"update, in 1/{1 / unit:,.0f} ", updates, start),
@@ -415,28 +485,35 @@ def walk(paths, unit, title, start):
     ends = {"domainMin": alt.expr(f"{begin} - {2 * count} * update * {unit}")}
     ends["domainMax"] = alt.expr(f"{begin} + 2 * update * {unit}")
     scale = alt.Scale(nice=False, zero=False, **ends)
-    x = alt.X("number:Q", title="weight", scale=scale, axis=alt.Axis(tickCount=6, format=".4f"))
+    axis = alt.Axis(tickCount=6, format=".4f")
+    x = alt.X("number:Q", title="weight", scale=scale, axis=axis)
     color = alt.Color("format:N", scale=_colors(formats), legend=None)
-    has = _chosen(ticks, "format").transform_calculate(lane="'stored'")
+    has = _chosen(pd.concat(ticks), "format").transform_calculate(lane="'stored'")
     has = has.mark_tick(size=34, thickness=1, clip=True).encode(x, lane, color=color)
     rows = [{"key": f"{name} {update}", "path": path} for (name, update), path in paths.items()]
     base = alt.Chart(alt.sequence(0, count, as_="step")).transform_filter("datum.step <= steps")
     base = base.transform_calculate(key="format + ' ' + update", format="format")
     base = base.transform_lookup("key", alt.LookupData(pd.DataFrame(rows), "key", ["path"]))
-    base = base.transform_calculate(exact=f"{begin} - datum.step * update * {unit}", stored="datum.path[datum.step]")
+    exact = f"{begin} - datum.step * update * {unit}"
+    base = base.transform_calculate(exact=exact, stored="datum.path[datum.step]")
     fade = alt.condition("datum.step == steps", alt.value(1), alt.value(0.4))
     shape = alt.Shape("lane:N", scale=alt.Scale(range=["diamond", "circle"]), legend=None)
     dots = base.transform_fold(["exact", "stored"], as_=["lane", "number"])
-    dots = dots.mark_point(filled=True, size=110, clip=True).encode(x, lane, color=color, shape=shape, opacity=fade)
+    dots = dots.mark_point(filled=True, size=110, clip=True)
+    dots = dots.encode(x, lane, color=color, shape=shape, opacity=fade)
     lost = f"datum.stored == {begin} && datum.exact < {begin} ? ': every update is lost' : ''"
+    result = "'exact ' + format(datum.exact, '.4f')"
+    result += f" + ', stored ' + format(datum.stored, '.4f') + ({lost})"
     now = base.transform_filter("datum.step == steps").transform_calculate(
         sum=f"'w = w - ' + update + ' / {1 / unit:.0f}, ' + steps + ' times'",
-        result=f"'exact ' + format(datum.exact, '.4f') + ', stored ' + format(datum.stored, '.4f') + ({lost})",
+        result=result,
     )
     total = now.mark_text(x=0, y=-46).encode(text="sum:N")
     result = now.mark_text(x=0, y=-26).encode(text="result:N")
-    text = f"A number line with three inputs: {title}. They choose the format, the update and the number of steps."
-    _show([has, dots, total, result], inputs, title, text, offset=8, width=WIDTH, height=120)
+    text = f"A number line with three inputs: {title}. "
+    text += "They choose the format, the update and the number of steps."
+    size = {"width": WIDTH, "height": 120}
+    _show([has, dots, total, result], inputs, title, text, offset=8, **size)
 
 
 def replay(trace, fast=None):
@@ -524,45 +601,67 @@ def ring(held, title):
     _show([boxes, sums, words], [step], title, text, offset=24, width=WIDTH - 80, height=44 * world)
 
 
-def switches(lines, runs, title, off=None):
-    """A loop with a switch a line: what each line leaves in the gradients, and above the loop how it ends.
+def switches(
+    lines: list[tuple[str, str]],
+    runs: dict[tuple[int, ...], tuple[list[float], str]],
+    title: str,
+    off: int | None = None,
+) -> None:
+    """A loop with a switch per line: what each line leaves in the gradients, and how it ends.
 
-    `lines` are pairs: a line, and what stands there without it ("": nothing); the one numbered `off` is off at first.
-    `runs` maps a tuple of 0 and 1, one a line, to `(sizes, says)`: the size of the gradients after each line that is
-    reached (1: true, 0: there are none), and a sentence.
+    `lines` are pairs: a line, and what stands there without it ("": nothing); the one numbered
+    `off` is off at first. `runs` maps a tuple of 0 and 1, one per line, to `(sizes, says)`: the
+    size of the gradients after each line that is reached (1: true, 0: there are none), and a
+    sentence.
     """
     names = [f"line{'abcdefghijklm'[row]}" for row in range(len(lines))]
-    ticks = [alt.binding_checkbox(name=line) for line, _ in lines]
-    inputs = [alt.param(name, value=row != off, bind=ticks[row]) for row, name in enumerate(names)]
-    rows = pd.DataFrame([{"row": row, "on": on, "off": off or f"# {on}"} for row, (on, off) in enumerate(lines)])
-    ends = [{"key": "".join(map(str, on)), "left": [*map(_size, sizes)], "says": s} for on, (sizes, s) in runs.items()]
-    base = alt.Chart(rows).transform_calculate(key=" + ".join(["''", *(f"({name} ? 1 : 0)" for name in names)]))
-    base = base.transform_lookup("key", alt.LookupData(pd.DataFrame(ends), "key", ["left", "says"]))
+    inputs = []
+    rows = []
+    for row, (on, without) in enumerate(lines):
+        tick = alt.binding_checkbox(name=on)
+        inputs.append(alt.param(names[row], value=row != off, bind=tick))
+        rows.append({"row": row, "on": on, "off": without or f"# {on}"})
+    ends = []
+    for on, (sizes, says) in runs.items():
+        ends.append({"key": "".join(map(str, on)), "left": [*map(_size, sizes)], "says": says})
+    key = " + ".join(["''", *(f"({name} ? 1 : 0)" for name in names)])
+    base = alt.Chart(pd.DataFrame(rows)).transform_calculate(key=key)
+    found = alt.LookupData(pd.DataFrame(ends), "key", ["left", "says"])
+    base = base.transform_lookup("key", found)
     base = base.transform_calculate(
         there="datum.key[datum.row] == '1'",
         left="datum.left[datum.row] || ''",
         text="datum.there ? datum.on : datum.off",
         kind="split(datum.left, ':')[0]",
     )
-    y, x = alt.Y("row:O", axis=None), alt.value(WIDTH - 170)
+    y = alt.Y("row:O", axis=None)
+    x = alt.value(WIDTH - 170)
     ink = alt.condition("datum.there", alt.value(NEUTRAL), alt.value(COLORS["becomes 0"]))
     code = base.mark_text(font="monospace", fontSize=13, baseline="middle")
     code = code.encode(y=y, x=alt.value(0), text="text:N", color=ink)
     fills = {"none": NEUTRAL, "true size": COLORS["gradients"], "scaled": "#5b2a63"}
     fills |= {"too small": COLORS["becomes 0"], "not finite": COLORS["overflows"]}
-    color = alt.Color("kind:N", scale=alt.Scale(domain=list(fills), range=list(fills.values())), legend=None)
+    scale = alt.Scale(domain=list(fills), range=list(fills.values()))
+    color = alt.Color("kind:N", scale=scale, legend=None)
     left = base.transform_filter("datum.left != ''")
     boxes = left.mark_rect(stroke="white").encode(y=y, x=x, x2=alt.value(WIDTH), color=color)
-    sizes = left.mark_text(dx=8, color="white", fontWeight="bold", fontSize=14, baseline="middle")
-    sizes = sizes.encode(y=y, x=x, text="left:N")
+    look = {"color": "white", "fontWeight": "bold", "fontSize": 14, "baseline": "middle"}
+    sizes = left.mark_text(dx=8, **look).encode(y=y, x=x, text="left:N")
     first = base.transform_filter("datum.row == 0")
     words = first.mark_text(x=0, y=-20, fontWeight="bold", fontSize=13).encode(text="says:N")
-    text = f"A loop with a switch for each of its {len(lines)} lines: {title}. Beside each line the gradients."
-    _show([code, boxes, sizes, words], inputs, title, text, offset=24, width=WIDTH, height=34 * len(lines))
+    text = f"A loop with a switch for each of its {len(lines)} lines: {title}. "
+    text += "Beside each line the gradients."
+    size = {"width": WIDTH, "height": 34 * len(lines)}
+    _show([code, boxes, sizes, words], inputs, title, text, offset=24, **size)
 
 
 def _size(size):
-    if size == 0 or not np.isfinite(size):
-        return "not finite" if size else "none"
+    """The size of gradients in words, as a multiple of their true one."""
+    if not np.isfinite(size):
+        return "not finite"
+    if size == 0:
+        return "none"
+    if 0.7 < size < 1.4:
+        return "true size"
     times = f"{size:.2g}" if 0.01 < size < 100 else f"2^{np.log2(size):.0f}"
-    return "true size" if 0.7 < size < 1.4 else f"{'scaled' if size > 1 else 'too small'}: {times} times"
+    return f"{'scaled' if size > 1 else 'too small'}: {times} times"

@@ -5,47 +5,59 @@ import os
 import platform
 import shutil
 import subprocess
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pynvml
 import torch
 
-# Formats: "Tensor Core data types" in NVIDIA's CUDA Programming Guide; FP6 and FP4: `mma` in the PTX ISA.
-# Rates of fp16 without Tensor Cores: the throughput of arithmetic instructions, in the guide of CUDA 12.
+# Formats: "Tensor Core data types" in NVIDIA's CUDA Programming Guide; FP6 and FP4: `mma` in the
+# PTX ISA. fp16 without Tensor Cores: the throughput of arithmetic instructions, in CUDA 12's guide.
 FP8 = "fp16 bf16 TF32 FP8"
-COLUMNS = ["generation", "since", "compute capability", "for example", "Tensor Core formats", "note"]
+COLUMNS = ["generation", "since", "compute capability", "for example", "Tensor Core formats"]
 ROWS = [
-    ("Pascal", "2016", "6.0, 6.1", "P100, GTX 1080", "none", "P100: fp16 at twice fp32's rate; GTX 10xx: 1/64"),
-    ("Volta", "2017", "7.0", "V100", "fp16", "the first Tensor Cores"),
-    ("Turing", "2018", "7.5", "T4, RTX 2080", "fp16", "GTX 16xx, T1000: no Tensor Cores, fp16 at twice fp32"),
-    ("Ampere", "2020", "8.0, 8.6, 8.7", "A100, RTX 3090", "fp16 bf16 TF32", "bf16 needs no loss scaling"),
-    ("Ada", "2022", "8.9", "L4, RTX 4090", FP8, ""),
-    ("Hopper", "2022", "9.0", "H100, H200", FP8, ""),
-    ("Blackwell", "2024", "10.0, 10.3, 11.0, 12.x", "B200, RTX 5090", f"{FP8} FP6 FP4", "block scales: MXFP8, NVFP4"),
+    ("Pascal", "2016", "6.0, 6.1", "P100, GTX 1080", "none"),
+    ("Volta", "2017", "7.0", "V100", "fp16"),
+    ("Turing", "2018", "7.5", "T4, RTX 2080", "fp16"),
+    ("Ampere", "2020", "8.0, 8.6, 8.7", "A100, RTX 3090", "fp16 bf16 TF32"),
+    ("Ada", "2022", "8.9", "L4, RTX 4090", FP8),
+    ("Hopper", "2022", "9.0", "H100, H200", FP8),
+    ("Blackwell", "2024", "10.0, 10.3, 11.0, 12.x", "B200, RTX 5090", f"{FP8} FP6 FP4"),
 ]
+NOTES = {
+    "Pascal": "P100: fp16 at twice fp32's rate; GTX 10xx: 1/64",
+    "Volta": "the first Tensor Cores",
+    "Turing": "GTX 16xx, T1000: no Tensor Cores, fp16 at twice fp32",
+    "Ampere": "bf16 needs no loss scaling",
+    "Blackwell": "block scales: MXFP8, NVFP4",
+}
 GENERATIONS = pd.DataFrame(ROWS, columns=COLUMNS).set_index("generation")
+GENERATIONS["note"] = [NOTES.get(name, "") for name in GENERATIONS.index]
 UNKNOWN = "unknown: "  # begins an answer that could not be had; why follows
 
 
-def pick_device():
+def pick_device() -> torch.device:
     """The accelerator that torch sees (CUDA, Apple's MPS, ...), or else the CPU.
 
-    The environment variable HALF_THE_BITS_DEVICE ("cpu", "cuda:1") overrules it; ValueError if it cannot be used.
-    An accelerator that this PyTorch cannot use, as it has no code for it, is named and not picked.
+    The environment variable HALF_THE_BITS_DEVICE ("cpu", "cuda:1") overrules it; ValueError if it
+    cannot be used. An accelerator that this PyTorch has no code for is named and not picked.
     """
     chosen = os.environ.get("HALF_THE_BITS_DEVICE")
     device = chosen or torch.accelerator.current_accelerator(check_available=True) or "cpu"
     try:
-        torch.ones(1, device=device).item()  # fails on a GPU that this PyTorch has no code for
+        torch.ones(1, device=device).item()
     except (RuntimeError, AssertionError) as error:  # the second: torch was built without CUDA
         why = str(error).partition("\n")[0]
         if chosen:
-            raise ValueError(f"HALF_THE_BITS_DEVICE is {chosen!r}: {why}. Set another, or unset it.") from None
-        print(f"This PyTorch cannot use {_name(device)}, so the CPU is used ({why}). See docs/hardware.md.")
+            fix = "Set another, or unset it."
+            raise ValueError(f"HALF_THE_BITS_DEVICE is {chosen!r}: {why}. {fix}") from None
+        name = _name(device)
+        print(f"This PyTorch cannot use {name}, so the CPU is used ({why}). See docs/hardware.md.")
         return torch.device("cpu")
     if device == "cpu" and not chosen and not torch.backends.cuda.is_built():
         gpu = _ask_nvml(lambda: pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0)))
@@ -55,30 +67,38 @@ def pick_device():
     return torch.device(device)
 
 
-def full_size():
-    """Whether a GPU gets the numbers of a real experiment: not where HALF_THE_BITS_SIZE is "small", as in tests."""
+def full_size() -> bool:
+    """Whether a GPU gets the numbers of a real experiment: not where HALF_THE_BITS_SIZE is
+    "small", as in tests."""
     chosen = os.environ.get("HALF_THE_BITS_SIZE") or "full"
     if chosen not in ("full", "small"):
-        raise ValueError(f"HALF_THE_BITS_SIZE is {chosen!r}; set it to full or small, or unset it")
+        fix = "set it to full or small, or unset it"
+        raise ValueError(f"HALF_THE_BITS_SIZE is {chosen!r}; {fix}")
     return chosen == "full"
 
 
-def loader_workers():
-    """How many processes may decode images: one for each CPU core of this process, at most 8; none where shared memory,
-    through which they hand over their batches, is small (in containers it often is)."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+def loader_workers() -> int:
+    """How many processes may decode images: one for each CPU core of this process, at most 8.
+
+    None where shared memory, through which they hand over their batches, is small, as it often is
+    in containers.
+    """
     shared = Path("/dev/shm")
     if shared.is_dir() and shutil.disk_usage(shared).free < 2 * 1024**3:
-        print("Less than 2 GiB of shared memory is free: images are decoded without extra processes.")
+        little = "Less than 2 GiB of shared memory is free"
+        print(f"{little}: images are decoded without extra processes.")
         return 0
+    cores = os.cpu_count()
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
     return min(8, cores)
 
 
-def native_formats(device):
-    """Which formats `device` has fast units for, Tensor Cores or others: a dict from fp16, bf16, TF32, FP8 to a bool.
+def native_formats(device: torch.device) -> dict[str, bool | None]:
+    """Which of fp16, bf16, TF32 and FP8 `device` has fast units for, Tensor Cores or others.
 
-    P100 and GTX 16xx have no Tensor Cores, but fp16 at twice the rate of fp32. The bool is None where
-    this function knows nothing: for GPUs of other makers, and for TF32 and FP8 on CPUs.
+    P100 and GTX 16xx have no Tensor Cores, but fp16 at twice the rate of fp32. The answer is None
+    where this function knows nothing: for GPUs of other makers, and for TF32 and FP8 on CPUs.
 
     Examples
     --------
@@ -87,9 +107,12 @@ def native_formats(device):
     """
     if device.type == "cuda" and torch.version.hip is None:
         capability = torch.cuda.get_device_capability(device)
-        since = {"fp16": (7, 0), "bf16": (8, 0), "TF32": (8, 0), "FP8": (8, 9)}
-        formats = {name: capability >= first for name, first in since.items()}
-        return formats | {"fp16": formats["fp16"] or capability == (6, 0)}
+        return {
+            "fp16": capability >= (7, 0) or capability == (6, 0),
+            "bf16": capability >= (8, 0),
+            "TF32": capability >= (8, 0),
+            "FP8": capability >= (8, 9),
+        }
     if device.type == "cpu":
         flags = torch.cpu.get_capabilities()
         fp16 = any(flags.get(flag) for flag in ("avx512_fp16", "amx_fp16", "fp16_arith"))
@@ -98,13 +121,15 @@ def native_formats(device):
     return dict.fromkeys(["fp16", "bf16", "TF32", "FP8"])
 
 
-def manifest(device):
+def manifest(device: torch.device) -> dict[str, Any]:
     """Everything about this machine that a measurement depends on, as a dict fit for JSON.
 
-    `device`: type, name, driver and, for an NVIDIA GPU, uuid, compute capability, memory in bytes, clocks in MHz,
-    power limit in W and how many other processes use it. `software`: versions. `precision`: torch's switches.
-    `commit`: of this checkout. What NVML cannot tell says why in its place.
+    `device`: type, name, driver and, for an NVIDIA GPU, uuid, compute capability, memory in bytes,
+    clocks in MHz, power limit in W and how many other processes use it. `software`: versions.
+    `precision`: torch's switches. `commit`: of this checkout. What NVML cannot tell says why in its
+    place.
     """
+    cuda = torch.backends.cuda.matmul
     return {
         "device": _gpu(device) if device.type == "cuda" else _cpu_or_other(device),
         "software": {
@@ -119,9 +144,9 @@ def manifest(device):
         "precision": {
             "convolutions": torch.backends.cudnn.conv.fp32_precision,
             "rnn": torch.backends.cudnn.rnn.fp32_precision,
-            "matmuls": torch.backends.cuda.matmul.fp32_precision,
-            "fp16_reduced_precision_reduction": torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
-            "bf16_reduced_precision_reduction": torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+            "matmuls": cuda.fp32_precision,
+            "fp16_reduced_precision_reduction": cuda.allow_fp16_reduced_precision_reduction,
+            "bf16_reduced_precision_reduction": cuda.allow_bf16_reduced_precision_reduction,
             "cpu_convolutions": torch.backends.mkldnn.conv.fp32_precision,
             "cpu_matmuls": torch.backends.mkldnn.matmul.fp32_precision,
             "cudnn_enabled": torch.backends.cudnn.enabled,
@@ -148,10 +173,18 @@ def _cudnn():
 
 
 def _cpu_or_other(device):
-    cpu = torch.cpu.get_capabilities().get("cpu_name") or platform.processor() or platform.machine()
-    facts = {"type": device.type, "name": cpu, "driver": None}
-    facts |= {"threads": torch.get_num_threads(), "instructions": torch.backends.cpu.get_cpu_capability()}
-    return facts if device.type == "cpu" else facts | {"name": _name(device), "cpu": cpu}
+    cpu = torch.cpu.get_capabilities().get("cpu_name") or platform.processor()
+    cpu = cpu or platform.machine()
+    facts = {
+        "type": device.type,
+        "name": cpu,
+        "driver": None,
+        "threads": torch.get_num_threads(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+    }
+    if device.type != "cpu":
+        facts |= {"name": _name(device), "cpu": cpu}
+    return facts
 
 
 def _name(device):
@@ -164,6 +197,8 @@ def _name(device):
 def _gpu(device):
     torch.cuda.mem_get_info(device)  # makes a context: NVML lists no process without one
     properties = torch.cuda.get_device_properties(device)
+    ask = partial(ask_nvml, device=device)
+    sm, memory = pynvml.NVML_CLOCK_SM, pynvml.NVML_CLOCK_MEM
     return {
         "type": device.type,
         "name": properties.name,
@@ -171,18 +206,19 @@ def _gpu(device):
         "uuid": str(properties.uuid),
         "compute_capability": f"{properties.major}.{properties.minor}",
         "memory_total": properties.total_memory,
-        "sm_clock_mhz": ask_nvml(lambda gpu: pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_SM), device),
-        "sm_clock_max_mhz": ask_nvml(lambda gpu: pynvml.nvmlDeviceGetMaxClockInfo(gpu, pynvml.NVML_CLOCK_SM), device),
-        "memory_clock_mhz": ask_nvml(lambda gpu: pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_MEM), device),
-        "power_limit_w": ask_nvml(lambda gpu: pynvml.nvmlDeviceGetPowerManagementLimit(gpu) / 1000, device),
-        "other_processes": ask_nvml(_other_processes, device),
+        "sm_clock_mhz": ask(lambda gpu: pynvml.nvmlDeviceGetClockInfo(gpu, sm)),
+        "sm_clock_max_mhz": ask(lambda gpu: pynvml.nvmlDeviceGetMaxClockInfo(gpu, sm)),
+        "memory_clock_mhz": ask(lambda gpu: pynvml.nvmlDeviceGetClockInfo(gpu, memory)),
+        "power_limit_w": ask(lambda gpu: pynvml.nvmlDeviceGetPowerManagementLimit(gpu) / 1000),
+        "other_processes": ask(_other_processes),
     }
 
 
-def ask_nvml(question, device):
-    """`question(handle)` for NVML's handle of a CUDA device; "unknown: ..." where NVML has no answer.
+def ask_nvml(question: Callable, device: torch.device) -> Any:
+    """`question(handle)` for NVML's handle of a CUDA device; "unknown: ..." without an answer.
 
-    The handle is found by UUID, as torch and NVML may count GPUs differently; a slice of a GPU (MIG) has its own.
+    The handle is found by UUID, as torch and NVML may count GPUs differently; a slice of a GPU
+    (MIG) has its own.
     """
 
     def ask():
@@ -204,44 +240,51 @@ def _ask_nvml(question):
         return f"{UNKNOWN}{error}"
 
 
-def gpu_processes(gpu):
-    """The memory in bytes of each process on the GPU behind an NVML handle, by process number.
+def gpu_processes(gpu: Any) -> dict[int, int]:
+    """The bytes of each process on the GPU behind an NVML handle, by process number.
 
     In a container NVML sees the host's numbers, or none: then our own is not among them.
     """
-    running = pynvml.nvmlDeviceGetComputeRunningProcesses(gpu) + pynvml.nvmlDeviceGetGraphicsRunningProcesses(gpu)
+    running = pynvml.nvmlDeviceGetComputeRunningProcesses(gpu)
+    running = running + pynvml.nvmlDeviceGetGraphicsRunningProcesses(gpu)
     return {process.pid: process.usedGpuMemory for process in running}
 
 
 def _other_processes(gpu):
     found = gpu_processes(gpu)
     if found and os.getpid() not in found and torch.cuda.is_initialized():
-        return f"{UNKNOWN}{len(found)} process(es), of which one may be this one under another number"
+        one = "of which one may be this one under another number"
+        return f"{UNKNOWN}{len(found)} process(es), {one}"
     return len(found.keys() - {os.getpid()})
 
 
-def warnings(device):
-    """Sentences on what makes measurements on this machine doubtful; an empty list if nothing was seen."""
+def warnings(device: torch.device) -> list[str]:
+    """Sentences on what makes measurements on this machine doubtful; [] if nothing was seen."""
     if device.type != "cuda":
         return []
-    others, found = _gpu(device)["other_processes"], []
+    found = []
+    others = _gpu(device)["other_processes"]
     if isinstance(others, str):
         found.append(f"Whether others use this GPU too is not known. NVML says {others}.")
     elif others:
-        found.append(f"{others} other process(es) use this GPU: times and device memory are shared.")
-    if isinstance(cudnn := _cudnn(), int) and 92301 <= cudnn <= 92400:
-        found.append("cuDNN 9.23.1 to 9.24.0 is slow on depthwise convolutions like this model's: use another version.")
+        shared = "times and device memory are shared"
+        found.append(f"{others} other process(es) use this GPU: {shared}.")
+    cudnn = _cudnn()
+    if isinstance(cudnn, int) and 92301 <= cudnn <= 92400:
+        slow = "cuDNN 9.23.1 to 9.24.0 is slow on depthwise convolutions like this model's"
+        found.append(f"{slow}: use another version.")
     return found
 
 
-def commit():
-    """The commit of this checkout, "+changes" if helpers or notebooks differ from it; without Git, helpers' digest."""
+def commit() -> str:
+    """The commit of this checkout, "+changes" if its code or notebooks differ from it; without Git,
+    helpers' digest."""
     helpers = Path(__file__).resolve().parent
     ask = partial(subprocess.check_output, cwd=helpers, stderr=subprocess.DEVNULL)
     with suppress(OSError, subprocess.CalledProcessError):
         root, head = ask(["git", "rev-parse", "--show-cdup", "HEAD"], text=True).splitlines()
         if root == "../":
-            changed = ask(["git", "status", "--porcelain", ".", "../notebooks"])
+            changed = ask(["git", "status", "--porcelain", ".", "../halfbits", "../notebooks"])
             return head + ("+changes" if changed else "")
-    code = b"".join(path.read_bytes() for path in sorted(helpers.rglob("*.py")) if path.is_file())
+    code = b"".join(path.read_bytes() for path in sorted(helpers.rglob("*.py")))
     return f"no Git checkout; helpers' SHA-256 is {hashlib.sha256(code).hexdigest()}"

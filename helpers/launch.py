@@ -1,10 +1,10 @@
 """Run a script in several processes with torchrun, and leave none of them behind."""
 
 import os
-import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,28 +16,37 @@ import psutil
 class Launch:
     """What a run of torchrun left.
 
-    `status`: its exit status. `printed`: for each rank all that it printed; a process that was restarted goes on where
-    the one before it ended. `errors`: for each rank the last line of its error output. `message`: the last error that
-    torchrun itself reported, on one line, or else its last words; "" if it ended well.
+    status: its exit status. printed: for each rank all that it printed, also before a restart.
+    errors: for each rank the last line of its error output. message: why the run failed, "" if it
+    ended well.
     """
 
     status: int
-    printed: list
-    errors: list
+    printed: list[str]
+    errors: list[str]
     message: str
 
     def __str__(self):
-        lines = [f"rank {rank}: {line}" for rank, text in enumerate(self.printed) for line in text.splitlines()]
-        return "\n".join([*lines, *([f"failed: {self.message}"] if self.status else [])])
+        lines = []
+        for rank, text in enumerate(self.printed):
+            lines += [f"rank {rank}: {line}" for line in text.splitlines()]
+        if self.status:
+            lines.append(f"failed: {self.message}")
+        return "\n".join(lines)
 
 
-def torchrun(script, *arguments, processes=2, options=("--standalone",), timeout=120):
-    """Run `torchrun OPTIONS --nproc-per-node PROCESSES SCRIPT ARGUMENTS` to its end; what it left, as a Launch.
+def torchrun(
+    script: str | Path,
+    processes: int = 2,
+    options: Sequence[str] = ("--standalone",),
+    timeout: float = 120,
+) -> Launch:
+    """Run `torchrun OPTIONS --nproc-per-node PROCESSES SCRIPT` to its end.
 
-    `--standalone` is one machine, by the name localhost, and a free port. The processes share the cores evenly, and
-    print without colours. If `timeout` seconds pass, or the notebook's stop button is pressed, torchrun and all that
-    it started are killed. Raises TimeoutError, with torchrun's last words, in the first case, FileNotFoundError for a
-    script that is not there, and ValueError for less than one process and for options that are one string.
+    `--standalone` is one machine, by the name localhost, and a free port. The processes share the
+    cores evenly, and print without colours. If `timeout` seconds pass, or the notebook's stop
+    button is pressed, torchrun and all that it started are killed. Raises TimeoutError in the first
+    case, and FileNotFoundError for a script that is not there.
 
     Examples
     --------
@@ -45,37 +54,33 @@ def torchrun(script, *arguments, processes=2, options=("--standalone",), timeout
     """
     if not Path(script).is_file():
         raise FileNotFoundError(f"no script {script}; run the cell that writes it first")
-    if isinstance(options, str):
-        raise ValueError(f"options is the string {options!r}; a tuple of one has a comma: ({options!r},)")
-    if processes < 1:
-        raise ValueError(f"processes is {processes}; a run needs 1 or more")
     # torchrun would look up the machine's own name, and wait for minutes where no network knows it.
     here = ["--local-addr=localhost"] if "--standalone" in options else []
+    threads = str(max(1, psutil.cpu_count() // processes))  # else each process takes all cores
+    variables = os.environ | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as logs:
-        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}", *here, *options]
-        command += ["--log-dir", logs, "--redirects", "3", str(script), *map(str, arguments)]
-        threads = max(1, psutil.cpu_count() // processes)  # else each takes all cores, and they wait for each other
-        # A notebook's kernel sets FORCE_COLOR: errors would come with the codes of colours in them.
-        plain = {"PYTHON_COLORS": "0", "NO_COLOR": "1"}
-        variables = os.environ | plain | {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-        variables |= {"HALF_THE_BITS_LAUNCH": logs}  # all that it starts inherit it
-        report = Path(logs) / "report"
-        with report.open("w") as file:
-            agent = psutil.Popen(command, stdout=subprocess.DEVNULL, stderr=file, env=variables)
+        variables |= {"NO_COLOR": "1", "HALF_THE_BITS_LAUNCH": logs}
+        command = [sys.executable, "-m", "torch.distributed.run", "--log-dir", logs]
+        command += ["--redirects=3", f"--nproc-per-node={processes}", *here, *options, str(script)]
+        report = Path(logs, "report")
         try:
-            status = agent.wait(timeout)
-        except psutil.TimeoutExpired:
-            said = report.read_text(errors="replace").strip().rpartition("\n")[2] or "nothing"
+            with report.open("w") as file:
+                quiet = {"stdout": subprocess.DEVNULL, "stderr": file}
+                agent = subprocess.run(command, env=variables, timeout=timeout, **quiet)
+        except subprocess.TimeoutExpired:
             late = f"{script} had not ended after {timeout} s; all its processes were killed"
-            raise TimeoutError(f"{late}. torchrun's last words: {said}") from None
+            raise TimeoutError(late) from None
         finally:
-            _end(agent, logs)
-        printed, errors = ([_read(logs, rank, name) for rank in range(processes)] for name in ("stdout", "stderr"))
-        said = report.read_text(errors="replace").strip()
-        raised = re.findall(r"^[\w.]*(?:Error|Exception)\b.*", said, re.MULTILINE)
-    last = said.rpartition("\n")[2] or f"torchrun ended with status {status}"
-    message = (raised or [last])[-1] if status else ""
-    return Launch(status, printed, [error.strip().rpartition("\n")[2] for error in errors], message)
+            _kill_all_of(logs)
+        printed = [_read(logs, rank, "stdout") for rank in range(processes)]
+        errors = [_last_line(_read(logs, rank, "stderr")) for rank in range(processes)]
+        said = _last_line(report.read_text(errors="replace"))
+    message = next(filter(None, errors), said) if agent.returncode else ""
+    return Launch(agent.returncode, printed, errors, message)
+
+
+def _last_line(text):
+    return text.strip().rpartition("\n")[2]
 
 
 def _read(logs, rank, name):
@@ -83,13 +88,12 @@ def _read(logs, rank, name):
     return "".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
 
 
-def _end(agent, logs):
-    """Kill the process and all that it started, which bear the name of its logs, and wait until they are gone."""
-    family = [agent]
-    with suppress(psutil.NoSuchProcess):  # it may be gone, and its children with it, or without
-        family += agent.children(recursive=True)
-    family += [one for one in psutil.process_iter(["environ"]) if logs in (one.info["environ"] or {}).values()]
-    for member in family:
-        with suppress(psutil.NoSuchProcess):
-            member.kill()
+def _kill_all_of(logs):
+    """Kill torchrun and all that it started, whose environment names its logs, and wait."""
+    family = []
+    for process in psutil.process_iter(["environ"]):
+        if logs in (process.info["environ"] or {}).values():
+            family.append(process)
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
     psutil.wait_procs(family, timeout=10)

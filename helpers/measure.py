@@ -1,4 +1,4 @@
-"""Time, memory and energy of training steps, measured so that two ways of training can be compared."""
+"""Time, memory and energy of training steps, to compare two ways of training."""
 
 import gc
 import math
@@ -6,7 +6,8 @@ import os
 import re
 import time
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import astuple, dataclass
 
 import numpy as np
 import pandas as pd
@@ -17,16 +18,16 @@ from tqdm.auto import tqdm
 from helpers.hardware import ask_nvml, gpu_processes
 
 
-def progress(iterable=None, **options):
-    """A tqdm bar that goes when it is done. TQDM_DISABLE=1 hides it; tqdm itself ignores that in a notebook."""
+def progress(iterable: Iterable | None = None, **options) -> tqdm:
+    """A tqdm bar that goes when it is done. TQDM_DISABLE=1 hides it, in notebooks too."""
     return tqdm(iterable, leave=False, disable="TQDM_DISABLE" in os.environ, **options)
 
 
-def time_block(step, steps, device, drop=0):
+def time_block(step: Callable, steps: int, device: torch.device, drop: int = 0) -> float:
     """Mean seconds of one of `steps` calls of `step()`, after `drop` calls that are not timed.
 
-    On an accelerator, events mark both ends of the block on the device itself, and the host waits once, for the second.
-    On a CPU `time.perf_counter` is read before and after.
+    On an accelerator, events mark both ends of the block on the device itself, and the host waits
+    once, for the second. On a CPU `time.perf_counter` is read before and after.
     """
     for _ in range(drop):
         step()
@@ -35,7 +36,8 @@ def time_block(step, steps, device, drop=0):
         for _ in range(steps):
             step()
         return (time.perf_counter() - began) / steps
-    start, end = (torch.Event(device, enable_timing=True) for _ in range(2))
+    start = torch.Event(device, enable_timing=True)
+    end = torch.Event(device, enable_timing=True)
     stream = torch.accelerator.current_stream(device)  # the device need not be the current one
     start.record(stream)
     for _ in range(steps):
@@ -46,75 +48,76 @@ def time_block(step, steps, device, drop=0):
 
 
 def _at_most(number):
-    """A number of rounds or steps, or fewer where HALF_THE_BITS_ROUNDS says so: tests time everything, and need no
-    narrow intervals.
-    """
+    """A number of rounds or steps, or fewer where HALF_THE_BITS_ROUNDS says so, as tests do."""
     number = min(number, int(os.environ.get("HALF_THE_BITS_ROUNDS") or number))
     if number < 1:
-        raise ValueError(f"{number} rounds or steps measure nothing; take 1 or more, and HALF_THE_BITS_ROUNDS likewise")
+        asked = "take 1 or more, and HALF_THE_BITS_ROUNDS likewise"
+        raise ValueError(f"{number} rounds or steps measure nothing; {asked}")
     return number
 
 
-def warm_up(step, device, steps=5, tolerance=0.01, at_most=18):
-    """Run blocks of `steps` until the medians of the last three blocks and of the three before agree within
-    `tolerance`, or until `at_most` blocks have run. Returns whether they agree.
+def warm_up(step: Callable, device: torch.device, steps: int = 5, at_most: int = 18) -> bool:
+    """Run blocks of `steps` until their times settle, and `at_most` so many.
 
-    Compilation, autotuning and the allocator's growth end up in here, not in what is measured afterwards.
+    So compilation, autotuning and the allocator's growth are not measured afterwards. Returns
+    whether the medians of the last three blocks and of the three before agree within 1%.
     """
     step()
     steps = _at_most(steps)
     blocks = []
     for _ in range(_at_most(at_most)):
         blocks.append(time_block(step, steps, device))
-        if len(blocks) >= 6 and abs(np.median(blocks[-3:]) / np.median(blocks[-6:-3]) - 1) <= tolerance:
-            return True
+        if len(blocks) >= 6:
+            change = np.median(blocks[-3:]) / np.median(blocks[-6:-3]) - 1
+            if abs(change) <= 0.01:
+                return True
     return False
 
 
-def _abba(names, rounds, seed=0):
-    """The order in which to measure: `rounds` lists of all `names`, each odd list a random order, each even list the
-    one before it reversed, so that a slow drift of the machine burdens all names alike.
-
-    Examples
-    --------
-    >>> _abba(["a", "b", "c"], rounds=2)
-    [['c', 'a', 'b'], ['b', 'a', 'c']]
-    """
-    shuffle, order = np.random.default_rng(seed), []
-    for number in range(rounds):
-        order.append(order[-1][::-1] if number % 2 else shuffle.permutation(names).tolist())
-    return order
-
-
-def compare(arms, device, images, rounds=20, steps=10, drop=2):
+def compare(
+    arms: dict[str, Callable],
+    device: torch.device,
+    images: int,
+    rounds: int = 20,
+    steps: int = 10,
+    drop: int = 2,
+) -> pd.DataFrame:
     """Time every arm in every round, in ABBA order.
 
-    `arms` maps a name to a function of no argument that does one training step on `images` images. Returns a
-    DataFrame with one row a block: round, arm, seconds (of one step). An interrupt (Jupyter's stop button) or an
-    error ends the measurement, is told, and leaves the rounds that were complete (`attrs["complete"]` is then False,
-    and `attrs["why"]` says what stopped it, "Interrupted" or the error); without one, it goes on.
+    `arms` maps a name to a function of no argument that does one training step on `images` images.
+    Returns a DataFrame with one row per block: round, arm, seconds (of one step). The order of a
+    round is random or that of the round before reversed, so that a slow drift of the machine
+    burdens all arms alike.
+
+    An interrupt (Jupyter's stop button) or an error ends the measurement and is told. Complete
+    rounds are kept, `attrs["complete"]` is False, and `attrs["why"]` says what happened. If there
+    are none, the error goes on.
     """
-    rows, rounds = [], _at_most(rounds)
+    random = np.random.default_rng(0)
+    rounds = _at_most(rounds)
     steps = _at_most(steps)
+    rows = []
+    order = []
     why = ""
-    with progress(total=rounds * len(arms), desc="Timing", unit="block") as bar:
-        try:
-            for number, order in enumerate(_abba(list(arms), rounds)):
-                block = []
+    try:
+        with progress(total=rounds * len(arms), desc="Timing", unit="block") as bar:
+            for number in range(rounds):
+                order = order[::-1] if number % 2 else random.permutation(list(arms)).tolist()
+                blocks = []
                 for name in order:
                     seconds = time_block(arms[name], steps, device, drop)
-                    block.append({"round": number, "arm": name, "seconds": seconds})
+                    blocks.append({"round": number, "arm": name, "seconds": seconds})
                     bar.set_postfix_str(f"{name}: {images / seconds:,.0f} images/s")
                     bar.update()
-                rows += block
-        except (KeyboardInterrupt, Exception) as stop:
-            why = "Interrupted" if isinstance(stop, KeyboardInterrupt) else f"Stopped by {type(stop).__name__}: {stop}"
-            print(f"{why}: {len(rows) // len(arms)} of {rounds} rounds are complete and kept.")
-            if not rows:
-                raise
+                rows += blocks
+    except (KeyboardInterrupt, Exception) as stop:
+        interrupted = isinstance(stop, KeyboardInterrupt)
+        why = "Interrupted" if interrupted else f"Stopped by {type(stop).__name__}: {stop}"
+        print(f"{why}: {len(rows) // len(arms)} of {rounds} rounds are complete and kept.")
+        if not rows:
+            raise
     times = pd.DataFrame(rows, columns=["round", "arm", "seconds"])
-    times.attrs["complete"] = len(times) == rounds * len(arms)
-    times.attrs["why"] = why
+    times.attrs.update(complete=not why, why=why)
     return times
 
 
@@ -139,10 +142,12 @@ class Ratio:
         return f"{self.value:.2f} [{self.low:.2f}, {self.high:.2f}]"
 
 
-def product(*speedups):
-    """The product of speed-ups, each given as `(times, arm, baseline)`: ratios of median block times, with SciPy's
-    95% bootstrap percentile interval over rounds (all arms of a round are drawn together, in all comparisons alike).
-    With fewer than 2 rounds there is no interval, and all three numbers are NaN.
+def product(*speedups: tuple[pd.DataFrame, str, str]) -> Ratio:
+    """The product of speed-ups, each given as `(times, arm, baseline)`, with its 95% interval.
+
+    A speed-up is a ratio of median block times. The interval is SciPy's bootstrap percentile
+    interval over rounds: all arms of a round are drawn together, in all comparisons alike. With
+    fewer than 2 rounds there is none, and all three numbers are NaN.
     """
     from scipy.stats import bootstrap  # a machine that only records may lack it
 
@@ -154,8 +159,9 @@ def product(*speedups):
     if rounds < 2:
         return Ratio(math.nan, math.nan, math.nan)
     samples = [sample[:rounds] for sample in samples]
-    interval = bootstrap(samples, _ratio_of_medians, paired=True, method="percentile", rng=0).confidence_interval
-    return Ratio(float(_ratio_of_medians(*samples, axis=0)), float(interval.low), float(interval.high))
+    drawn = bootstrap(samples, _ratio_of_medians, paired=True, method="percentile", rng=0)
+    low, high = map(float, drawn.confidence_interval)
+    return Ratio(float(_ratio_of_medians(*samples, axis=0)), low, high)
 
 
 def _ratio_of_medians(*samples, axis):
@@ -163,51 +169,61 @@ def _ratio_of_medians(*samples, axis):
     return np.prod(medians[::2], axis=0) / np.prod(medians[1::2], axis=0)
 
 
-def speedup(times, arm, baseline):
-    """How many times faster `arm` is than `baseline` in what `compare` returned, as a Ratio with its 95% interval.
+def speedup(times: pd.DataFrame, arm: str, baseline: str) -> Ratio:
+    """How many times faster `arm` is than `baseline` in what `compare` returned.
 
     Examples
     --------
-    >>> times = pd.DataFrame({"round": [0, 0, 1, 1], "arm": ["a", "b"] * 2, "seconds": [2.0, 1.0, 2.0, 1.0]})
-    >>> print(speedup(times, "b", "a"))
+    >>> rows = {"round": [0, 0, 1, 1], "arm": ["a", "b"] * 2, "seconds": [2.0, 1.0, 2.0, 1.0]}
+    >>> print(speedup(pd.DataFrame(rows), "b", "a"))
     2.00 [2.00, 2.00]
     """
     return product((times, arm, baseline))
 
 
-def summary(times, images, baseline):
-    """One row an arm, the baseline first: median and interquartile range of a step in ms, images/s, and the speedup
-    over `baseline` with its 95% interval, `low` to `high`."""
+def summary(times: pd.DataFrame, images: int, baseline: str) -> pd.DataFrame:
+    """One row per arm, the baseline first: a step's median and interquartile range in ms, images
+    per second, and the speedup over `baseline` with its 95% interval, `low` to `high`."""
     rows = {}
     for arm in dict.fromkeys([baseline, *times.arm]):
         low, median, high = times.seconds[times.arm == arm].quantile([0.25, 0.5, 0.75])
         ratio = speedup(times, arm, baseline)
-        rows[arm] = {"step (ms)": median * 1000, "IQR (ms)": (high - low) * 1000, "images/s": images / median}
-        rows[arm] |= {"speedup": ratio.value, "low": ratio.low, "high": ratio.high}
-    return pd.DataFrame.from_dict(rows, orient="index")
+        rows[arm] = [median * 1000, (high - low) * 1000, images / median, *astuple(ratio)]
+    columns = ["step (ms)", "IQR (ms)", "images/s", "speedup", "low", "high"]
+    return pd.DataFrame.from_dict(rows, orient="index", columns=columns)
 
 
-def spans(events, phases):
-    """What a profiler saw, as rows for `explore.timeline`: a loop's parts, that `record_function` named as in `phases`,
-    the ops in them (outermost only) and a GPU's kernels; each with the phase and the step in which it began."""
+def spans(events: Iterable, phases: list[str]) -> pd.DataFrame:
+    """What a profiler saw, as rows for `explore.timeline`: a loop's parts, that `record_function`
+    named as in `phases`, the ops in them (outermost only) and a GPU's kernels; each with the phase
+    and the step in which it began."""
     rows = []
     for event in events:
-        part = "loop" if event.name in phases else "ops" if event.name.startswith("aten::") else None
+        part = None
         if event.device_type != torch.autograd.DeviceType.CPU:
             part = None if event.is_user_annotation else "kernels"
-        elif part == "ops" and event.cpu_parent and event.cpu_parent.name.startswith("aten::"):
-            part = None
-        rows.append((part, event.name, event.time_range.start / 1000, event.time_range.end / 1000))
-    rows = pd.DataFrame(rows, columns=["part", "name", "start", "end"]).dropna().sort_values("start")
-    loop = rows[rows.part == "loop"].assign(phase=rows.name, step=lambda each: each.groupby("name").cumcount())
-    return pd.merge_asof(rows, loop[["start", "phase", "step"]], on="start").dropna().astype({"step": int})
+        elif event.name in phases:
+            part = "loop"
+        elif event.name.startswith("aten::"):
+            inner = event.cpu_parent and event.cpu_parent.name.startswith("aten::")
+            part = None if inner else "ops"
+        time_range = event.time_range
+        rows.append((part, event.name, time_range.start / 1000, time_range.end / 1000))
+    rows = pd.DataFrame(rows, columns=["part", "name", "start", "end"])
+    rows = rows.dropna().sort_values("start")
+    loop = rows[rows.part == "loop"].copy()
+    loop["phase"] = loop.name
+    loop["step"] = loop.groupby("name").cumcount()
+    rows = pd.merge_asof(rows, loop[["start", "phase", "step"]], on="start")
+    return rows.dropna().astype({"step": int})
 
 
-def kept_for_backward(model, forward):
-    """Bytes that `forward()` keeps for the backward pass, as a dict by dtype name; `model`'s own weights not counted.
+def kept_for_backward(model: torch.nn.Module, forward: Callable) -> dict[str, int]:
+    """Bytes that `forward()` keeps for the backward pass, as a dict by dtype name; `model`'s own
+    weights are not counted.
 
-    Counted with saved-tensor hooks, each storage once: all that autograd saves, and the same in every run. What an
-    operation keeps by itself (a library's workspace) is not seen.
+    Counted with saved-tensor hooks, each storage once: all that autograd saves, and the same in
+    every run. What an operation keeps by itself (a library's workspace) is not seen.
 
     Examples
     --------
@@ -215,37 +231,40 @@ def kept_for_backward(model, forward):
     >>> kept_for_backward(layer, lambda: layer(torch.ones(2, 4)))
     {'float32': 32}
     """
-    weights = {tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()]}
-    kept = {}  # holds the tensors, lest a freed address be given to another one and be counted as the same
+    kept = {}  # holds the tensors, or a freed address could be given to another tensor
 
     def note(tensor):
-        # Detached: an output that its own graph keeps would hold the graph, and both would never be freed.
+        # Detached: an output that its own graph keeps would never be freed.
         tensor = tensor.detach()
         kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         forward()
+    own = [*model.parameters(), *model.buffers()]
+    weights = {tensor.untyped_storage().data_ptr() for tensor in own}
     total = Counter()
     for address, tensor in kept.items():
         if address not in weights:
-            total[str(tensor.dtype).removeprefix("torch.")] += tensor.untyped_storage().nbytes()
+            name = str(tensor.dtype).removeprefix("torch.")
+            total[name] += tensor.untyped_storage().nbytes()
     return dict(+total)  # without empty tensors, as cuDNN's batch norm keeps
 
 
-def memory(step, device, steps=3):
-    """Memory of `step()` on an accelerator, in bytes, as a dict; empty on a CPU, and where torch does not count.
+def memory(step: Callable, device: torch.device, steps: int = 3) -> dict[str, int | str]:
+    """Memory of `step()` on an accelerator, in bytes; {} on a CPU, and where torch does not count.
 
-    `allocated`: tensors and the workspaces of libraries, at the peak, with the rests that the allocator leaves with
-    them. `reserved`: what torch's allocator holds from the driver, at the peak. On CUDA also `process` and `device`:
-    what NVML sees afterwards of this process (CUDA context and libraries included) and of the whole GPU. The first
-    steps are not counted, and what earlier work left in the allocator's cache is given back before.
+    `allocated`: tensors and the workspaces of libraries, at the peak, with the rests that the
+    allocator leaves with them. `reserved`: what torch's allocator holds from the driver, at the
+    peak. On CUDA also `process` and `device`: what NVML sees afterwards of this process (CUDA
+    context and libraries included) and of the whole GPU. The first steps are not counted, and what
+    earlier work left in the allocator's cache is given back before.
     """
     if device.type == "cpu":
         return {}
     time_block(step, steps, device)
     try:
-        if not _peak(device)["allocated"]:
+        if not torch.accelerator.max_memory_allocated(device):
             raise RuntimeError("after a step its allocator says 0 bytes")
         torch.accelerator.empty_cache()
         torch.accelerator.reset_peak_memory_stats(device)
@@ -253,26 +272,22 @@ def memory(step, device, steps=3):
         print(f"No memory is measured on {device.type}: {error}")
         return {}
     time_block(step, steps, device)
-    peak = _peak(device)
+    peak = {
+        "allocated": torch.accelerator.max_memory_allocated(device),
+        "reserved": torch.accelerator.max_memory_reserved(device),
+    }
     if device.type == "cuda":
-        peak["process"] = ask_nvml(_our_memory, device)
+        own = ask_nvml(lambda gpu: gpu_processes(gpu).get(os.getpid()), device)
+        peak["process"] = own or "unknown: NVML does not list this process"
         peak["device"] = ask_nvml(lambda gpu: pynvml.nvmlDeviceGetMemoryInfo(gpu).used, device)
     return peak
 
 
-def _peak(device):
-    allocated = torch.accelerator.max_memory_allocated(device)
-    return {"allocated": allocated, "reserved": torch.accelerator.max_memory_reserved(device)}
+def energy(step: Callable, images: int, device: torch.device, seconds: float = 10) -> float | None:
+    """Joules per image over about `seconds` of calls of `step()` on `images` images.
 
-
-def _our_memory(gpu):
-    return gpu_processes(gpu).get(os.getpid()) or "unknown: NVML does not list this process"
-
-
-def energy(step, images, device, seconds=10):
-    """Joules an image over about `seconds` of calls of `step()` on `images` images, by NVML's energy counter.
-
-    The counter is the whole GPU's, other processes included. None where there is no counter (CPU, old GPUs).
+    NVML's energy counter is the whole GPU's, other processes included. None where there is no
+    counter: on a CPU, and on old GPUs.
     """
     if device.type != "cuda":
         return None
@@ -283,10 +298,10 @@ def energy(step, images, device, seconds=10):
     for _ in progress(range(blocks), desc="Energy"):
         time_block(step, 10, device)
     after = ask_nvml(pynvml.nvmlDeviceGetTotalEnergyConsumption, device)
-    return None if isinstance(after, str) else (after - before) / 1000 / (10 * blocks * images)
+    return (after - before) / 1000 / (10 * blocks * images)
 
 
-def fitting_batch(run, batch):
+def fitting_batch(run: Callable[[int], object], batch: int) -> int:
     """The largest of `batch`, `batch // 2`, ... for which `run(batch)` does not run out of memory.
 
     Says so each time it halves. Raises the error if a single image does not fit.
@@ -294,21 +309,22 @@ def fitting_batch(run, batch):
     Examples
     --------
     >>> def run(batch):
-    ...     if batch > 10:
+    ...     if batch > 16:
     ...         raise MemoryError
     >>> fitting_batch(run, 32)
     Batch 32 runs out of memory; trying 16.
-    Batch 16 runs out of memory; trying 8.
-    8
+    16
     """
+    # Besides torch's, the CPU's and cuBLAS's words, and cuDNN's when no workspace fits.
+    words = "out of memory|not enough memory|can't allocate memory|ALLOC_FAILED"
+    words += "|unable to find an engine"
     while True:
         try:
             run(batch)
             return batch
-        except (RuntimeError, MemoryError) as error:  # not only torch.OutOfMemoryError: the CPU's, cuBLAS's, cuDNN's
-            said = "out of memory|not enough memory|can't allocate memory|ALLOC_FAILED|unable to find an engine"
-            told = re.search(said, str(error))  # the last: cuDNN, when no algorithm's workspace fits
-            if batch == 1 or not (told or isinstance(error, MemoryError)):
+        except (RuntimeError, MemoryError) as error:
+            full = isinstance(error, MemoryError) or re.search(words, str(error))
+            if batch == 1 or not full:
                 raise
             print(f"Batch {batch} runs out of memory; trying {batch // 2}.")
             batch //= 2

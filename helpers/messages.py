@@ -1,14 +1,12 @@
-"""The messages that people meet in mixed precision, and a field to paste one into. They stand in data/messages.toml."""
+"""A field to paste a message into, for a page without a kernel. The messages are those of `halfbits.errors`."""
 
 import re
 import textwrap
-import tomllib
-from functools import cache
 
 import altair as alt
 import pandas as pd
 
-from helpers import DATA
+from halfbits.errors import messages
 from helpers.explore import show
 from helpers.plots import COLORS, NEUTRAL
 
@@ -18,51 +16,7 @@ TRY = "Try a few words of the line that names the error. Or ask by symptom, or l
 WAYS = ["My loss is NaN", "My loss scale falls or grows", "My run learns worse, or not at all"]  # the clinic's
 WAYS += ["My step is not faster", "My memory did not drop", "What is used here: audit and watch"]
 ARROW = "\N{RIGHTWARDS ARROW}"
-QUOTE = "\\\\?[\"'`\N{LEFT SINGLE QUOTATION MARK}\N{RIGHT SINGLE QUOTATION MARK}]?"  # \" in a log's JSON
 WIDTH, LINE, HEIGHT = 520, 17, 15 * 17  # pixels; so wide are charts on a phone
-FLAGS = re.IGNORECASE | re.ASCII  # as a browser's expressions understand \b
-
-
-@cache
-def load(kind="message"):
-    """The entries of one kind, "message" or "symptom", as a DataFrame (copy it to change it): what the file says, a
-    `pattern` for each and, of messages, all that is `said`, in small letters. Errors stand before warnings and logs.
-
-    A space of a pattern is any white space, or none: a line that was broken is found too. A quotation mark is any, or
-    none: they are lost where a text was rendered.
-
-    Examples
-    --------
-    >>> load().loc[0, "slug"]
-    'attempting-to-unscale-fp16-gradients'
-    """
-    table = pd.DataFrame(tomllib.loads((DATA / "messages.toml").read_text(encoding="utf-8"))[kind])
-    table["needs"] = table.needs.fillna("")
-    if kind == "message":
-        table["pattern"] = table.pattern.fillna(table.message.map(re.escape).str.replace("\\ ", " ", regex=False))
-        table["also"] = table.also.map(lambda others: others if isinstance(others, list) else [])
-        table["said"] = (table.message + " " + table.also.str.join(" ")).str.lower()
-        later = (table.kind == "log") | table.kind.str.endswith("Warning")
-        table = table.loc[later.sort_values(kind="stable").index].reset_index(drop=True)
-    table["pattern"] = table.pattern.str.replace(r"[\"'`]\??", lambda _: QUOTE, regex=True).str.replace(" ", r"\s*")
-    return table
-
-
-def find(text):
-    """The messages that `text` holds, as rows of `load()`, what is special before what is general; some words of a
-    message are enough if they have eight letters. Where none is held, the symptoms whose words are, as of "loss=nan".
-
-    Examples
-    --------
-    >>> find("E   ValueError: Attempting to unscale FP16 gradients.").case.item()
-    '14_troubleshooting_clinic#Attempting to unscale FP16 gradients'
-    """
-    table, symptoms = load(), load("symptom")[:-1]  # the last asks for a message
-    held, seen = (rows.pattern.map(lambda each: bool(re.search(each, text, FLAGS))) for rows in (table, symptoms))
-    words = text.strip().lower()
-    if len(words) > 7:
-        held |= table.said.str.contains(words, regex=False)
-    return table[held] if held.any() else symptoms[seen]
 
 
 def anchor(heading):
@@ -77,13 +31,13 @@ def anchor(heading):
 
 
 def paste_box(message=""):
-    """A text field that needs no kernel, and holds a message: of the first that `find` would find the cause, the fix,
-    and links to its case, its page and those of two more. If there is none, a symptom's words are looked for, or links
-    lead on.
+    """A text field that needs no kernel, and holds a message: of the first that `explain` would find the cause, the
+    fix, and links to its case, its page and those of two more. If there is none, a symptom's words are looked for, or
+    links lead on.
     """
-    symptoms = load("symptom")
+    symptoms = messages("symptom")
     before = symptoms.pattern.str.startswith("^")
-    tables = [symptoms[before], load().rename(columns={"message": "title"}), symptoms[~before]]
+    tables = [symptoms[before], messages().rename(columns={"message": "title"}), symptoms[~before]]
     texts = [{"pattern": r"^\s*$", "title": ASK, "cause": NO_MESSAGE}]
     texts += [text for table in tables for text in table.to_dict("records")]
     rows = [*map(_laid_out, texts), _laid_out({"pattern": "", "title": "Not known here.", "cause": TRY})]

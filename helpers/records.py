@@ -1,4 +1,4 @@
-"""Measured results as JSON files: one file a run, complete in itself, written whole or not at all."""
+"""Measured results as JSON files: one per run, complete in itself, written whole or not at all."""
 
 import hashlib
 import json
@@ -6,7 +6,6 @@ import os
 import re
 import tempfile
 import textwrap
-import uuid
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -18,29 +17,34 @@ SCHEMA = DATA / "record.schema.json"
 
 
 class RecordError(ValueError):
-    """A record that lacks part of its provenance or has the wrong shape. The message names the part."""
+    """A record that lacks part of its provenance or has the wrong shape; the message names it."""
 
 
-def save_folder():
-    """Where `save` writes: what the environment variable HALF_THE_BITS_SAVE_TO names, or else `data/records`; where
-    that cannot be written, `half-the-bits-records` in the working folder or in the folder for temporary files."""
+def save_folder() -> Path:
+    """Where `save` writes: the folder that HALF_THE_BITS_SAVE_TO names, or else `data/records`.
+
+    Where that cannot be written, it is `half-the-bits-records` in the working folder, or else in
+    the folder for temporary files.
+    """
     if chosen := os.environ.get("HALF_THE_BITS_SAVE_TO"):
         return Path(chosen).expanduser().resolve()
-    others = [place / "half-the-bits-records" for place in (Path.cwd(), Path(tempfile.gettempdir()))]
-    return next((folder.resolve() for folder in (RECORDS, *others) if _is_writable(folder)), RECORDS)
+    others = [Path.cwd(), Path(tempfile.gettempdir())]
+    folders = [RECORDS, *(place / "half-the-bits-records" for place in others)]
+    return next(filter(_is_writable, folders), RECORDS).resolve()
 
 
 def _is_writable(folder):
-    return os.access(next(place for place in (folder, *folder.parents) if place.exists()), os.W_OK)
+    existing = next(place for place in (folder, *folder.parents) if place.exists())
+    return os.access(existing, os.W_OK)
 
 
 @cache
-def _say(folder):
-    print(f"{RECORDS} cannot be written: records go to {folder}.")
+def _say_once(sentence):
+    print(sentence)
 
 
-def new(experiment, arm, config, results, manifest):
-    """A record of kind "measured", stamped with this moment, from `hardware.manifest`'s facts. Not saved yet."""
+def new(experiment: str, arm: str, config: dict, results: dict, manifest: dict) -> dict:
+    """A record of kind "measured", stamped with this moment; `manifest` is hardware.manifest's."""
     return {
         "schema": 1,
         "kind": "measured",
@@ -58,10 +62,11 @@ def _validator():
     return Draft202012Validator(json.loads(SCHEMA.read_text(encoding="utf-8")))
 
 
-def validate(record):
+def validate(record: dict) -> None:
     """Raise RecordError, naming every fault, unless `record` follows `data/record.schema.json`.
 
-    A machine that only records may lack jsonschema. Then nothing is checked here, but wherever the record is read.
+    A machine that only records may lack jsonschema. Nothing is checked there, but wherever the
+    record is read.
     """
     try:
         validator = _validator()
@@ -73,44 +78,43 @@ def validate(record):
         raise RecordError("\n  ".join([asked, *faults]))
 
 
-def save(record):
+def save(record: dict) -> Path:
     """Write one record to its own file in `save_folder()` and return the file's path.
 
-    The file appears under its name only when it is complete: a writer killed half-way leaves no broken record.
-    NumPy and torch scalars are stored as numbers. Raises RecordError for incomplete provenance and for what is not
-    JSON: a NaN, an infinity, an object.
+    NumPy and torch scalars are stored as numbers. Raises RecordError for incomplete provenance and
+    for what is not JSON: a NaN, an infinity, an object.
     """
     try:
-        text = json.dumps(record, indent=1, allow_nan=False, default=lambda number: number.item()) + "\n"
+        text = json.dumps(record, indent=1, allow_nan=False, default=lambda number: number.item())
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
-        raise RecordError(f"This record is not plain JSON: {error}. Store numbers and text only.") from None
+        message = f"This record is not plain JSON: {error}. Store numbers and text only."
+        raise RecordError(message) from None
     validate(json.loads(text))
-    to = save_folder()
-    if to != RECORDS and "HALF_THE_BITS_SAVE_TO" not in os.environ:
-        _say(to)
-    to.mkdir(parents=True, exist_ok=True)
-    words = [record["when"][:19], record["what"]["experiment"], record["what"]["arm"], record["device"]["name"]]
-    name = re.sub(r"[^A-Za-z0-9.]+", "-", " ".join(words))
-    path = to / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}.json"
-    unfinished = path.with_suffix(f".{uuid.uuid4().hex[:8]}.tmp")  # another process may be writing the same record
+    folder = save_folder()
+    if folder != RECORDS and "HALF_THE_BITS_SAVE_TO" not in os.environ:
+        _say_once(f"{RECORDS} cannot be written: records go to {folder}.")
+    folder.mkdir(parents=True, exist_ok=True)
+    what = record["what"]
+    words = f"{record['when'][:19]} {what['experiment']} {what['arm']} {record['device']['name']}"
+    name = re.sub(r"[^A-Za-z0-9.]+", "-", words)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]  # tells two runs in one second apart
+    return write_whole(folder / f"{name}-{digest}.json", text + "\n")
+
+
+def write_whole(path: Path, text: str) -> Path:
+    """Write a text file so that it appears under its name only when it is complete."""
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        with unfinished.open("x", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
+        unfinished.write_text(text, encoding="utf-8")
+        return unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
-    return path
 
 
-def keep(experiment, arm, config, results, manifest):
-    """Save a record of these parts (see `new`). Where that fails, say why and go on: a measurement that cannot be saved
-    is still there to be looked at. Returns the file's path, or None.
+def keep(experiment: str, arm: str, config: dict, results: dict, manifest: dict) -> Path | None:
+    """Save a record of these parts (see `new`), and return the file's path.
 
-    Examples
-    --------
-    >>> keep("mine", "bf16", {"batch": 32}, {"seconds": 0.1}, hardware.manifest(device))  # doctest: +SKIP
+    Where that fails, this says why and returns None: the measurement can still be looked at.
     """
     try:
         return save(new(experiment, arm, config, results, manifest))
@@ -119,7 +123,7 @@ def keep(experiment, arm, config, results, manifest):
         return None
 
 
-def load(experiment):
+def load(experiment: str) -> list[dict]:
     """The records of one experiment, of the suite and the reader's own, oldest first.
 
     Examples
@@ -130,22 +134,19 @@ def load(experiment):
     return [record for record in load_all() if record["what"]["experiment"] == experiment]
 
 
-def load_all():
-    """All records of the suite and the reader's own, oldest first, as a list of dicts.
+def load_all() -> list[dict]:
+    """All records of the suite and the reader's own, oldest first; a copied file counts once.
 
-    A record whose file was copied is there once. A file that is no valid record is left out; a printed sentence names
-    it and what is wrong with it.
+    A file that is no valid record is left out, and a printed sentence names it and its fault.
     """
-    records, left_out = {}, []
-    for path in sorted({path for folder in (RECORDS, save_folder()) for path in folder.glob("*.json")}):
+    records = {}
+    for path in sorted({*RECORDS.glob("*.json"), *save_folder().glob("*.json")}):
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
-            # Read, NaN, Infinity and 1e999 pass, which are not JSON; sorted, a copy has the same text.
-            text = json.dumps(record, allow_nan=False, sort_keys=True)
+            text = json.dumps(record, allow_nan=False, sort_keys=True)  # json.loads lets NaN pass
             validate(record)
             records[text] = record
         except (OSError, ValueError, RecursionError) as error:
-            left_out.append(textwrap.shorten(f"{path} is no valid record: {error}", 500))
-    if left_out:
-        print(f"Records left out: {len(left_out)}. Delete or mend each, or restore it from Git:", *left_out, sep="\n  ")
+            fault = textwrap.shorten(str(error), 500)
+            print(f"Left out: {path} is no valid record: {fault}. Delete or restore it.")
     return sorted(records.values(), key=lambda record: record["when"])

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from halfbits.formats import FORMATS
 from helpers import bitview
-from helpers.bitview import BitView
-from helpers.formats import FORMATS
+from helpers.bitview import SHOWN, BitView
 
 
 def test_text_shows_fields_value_code_and_kind():
@@ -87,16 +87,16 @@ def test_explorer_shows_what_is_clicked(explorer):
     assert explorer.number.value == "-0.0999755859375"
     assert "-0.0999755859375</b>" in explorer.result.value
     assert bits_shown(explorer)[0] == "1"
-    explorer.steps[1].click()
+    explorer.above.click()
     assert explorer.view.code == 0xAE65
     assert [caption.value for caption in explorer.captions.values()] == ["sign 1", "exponent 11", "fraction 613"]
     assert "spacing here: 6.10352e-05" in explorer.result.value
     explorer.number.value = "inf"
-    assert explorer.steps[1].disabled and not explorer.steps[0].disabled
+    assert explorer.above.disabled and not explorer.below.disabled
 
 
 def test_explorer_keeps_the_typed_number_over_formats(explorer):
-    for name in FORMATS:
+    for name in SHOWN:
         explorer.format.value = name
         assert explorer.view.given == 0.1 and len(bits_shown(explorer)) == FORMATS[name].bits
     explorer.format.value = "fp32"
@@ -136,7 +136,7 @@ def pointers(view):
     return [float(x) for x in re.findall(r'd="M([\d.]+) \d+ l-?(?:5|12)', drawing)]
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", SHOWN)
 def test_explorer_draws_every_kind_of_number_and_its_number_line_stays_in_the_frame(explorer, name):
     explorer.format.value = name
     last = 2 ** FORMATS[name].bits - 1

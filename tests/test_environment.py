@@ -22,14 +22,20 @@ from tools import hero, invented, links
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-RUNTIME = {canonicalize_name(r.name): r for r in map(Requirement, PROJECT["project"]["dependencies"])}
+EXTRA = PROJECT["project"]["optional-dependencies"]["notebooks"]
 GROUPS = PROJECT["dependency-groups"]
-FOR_TESTS = {
-    canonicalize_name(r.name): r
-    for r in map(Requirement, [*GROUPS["site"], *GROUPS["networks"], *(d for d in GROUPS["dev"] if isinstance(d, str))])
-}
-PINS = {canonicalize_name(r.name): r for r in map(Requirement, PROJECT["tool"]["uv"]["constraint-dependencies"])}
-OURS = {"helpers", "tests", "tools"}
+
+
+def by_name(requirements):
+    return {canonicalize_name(each.name): each for each in map(Requirement, requirements)}
+
+
+RUNTIME = by_name(PROJECT["project"]["dependencies"])
+FOR_NOTEBOOKS = RUNTIME | by_name(EXTRA)
+IN_DEV = [requirement for requirement in GROUPS["dev"] if isinstance(requirement, str)]
+FOR_TESTS = by_name([*GROUPS["site"], *GROUPS["networks"], *IN_DEV])
+PINS = by_name(PROJECT["tool"]["uv"]["constraint-dependencies"])
+OURS = {"halfbits", "helpers", "tests", "tools"}
 MAGIC = re.compile(r"^%%\w+.*$", re.MULTILINE)
 
 
@@ -53,9 +59,18 @@ def written_modules(source):
     return set(re.findall(r"^%%writefile (?:-a )?(\w+)\.py$", source, re.MULTILINE))
 
 
-@pytest.mark.parametrize("folder", ["helpers", "notebooks", "tests", "tools"])
+NEEDS = {
+    "halfbits": RUNTIME,
+    "helpers": FOR_NOTEBOOKS,
+    "notebooks": FOR_NOTEBOOKS,
+    "tests": FOR_NOTEBOOKS | FOR_TESTS,
+    "tools": FOR_NOTEBOOKS | FOR_TESTS,
+}
+
+
+@pytest.mark.parametrize("folder", NEEDS)
 def test_everything_imported_is_declared(folder):
-    declared = set(RUNTIME) | (set(FOR_TESTS) if folder in ("tests", "tools") else set())
+    declared = set(NEEDS[folder])
     providers = packages_distributions()
     used = {n for source in sources(folder) for n in set(imports(MAGIC.sub("", source))) - written_modules(source)}
     used -= set(sys.stdlib_module_names) | OURS
@@ -66,7 +81,7 @@ def test_everything_imported_is_declared(folder):
 
 
 def test_every_dependency_has_a_tested_version_within_its_range():
-    for name, requirement in (RUNTIME | FOR_TESTS).items():
+    for name, requirement in (FOR_NOTEBOOKS | FOR_TESTS).items():
         (pin,) = PINS[name].specifier
         assert pin.operator == "==" and requirement.specifier.contains(pin.version), name
         assert {s.operator for s in requirement.specifier} == {">="}, f"{name}: the range is wide"
@@ -85,7 +100,7 @@ def test_conda_environment_adds_nothing_of_its_own():
     assert environment["dependencies"] == [
         f"python{PROJECT['project']['requires-python']}",
         "pip",
-        {"pip": ["-e ."]},
+        {"pip": ["-e .[notebooks]"]},
     ]
 
 
@@ -99,7 +114,7 @@ def tracked():
 
 def test_top_level_is_the_agreed_one():
     folders = {path.split("/")[0] for path in tracked() if "/" in path}
-    assert folders == {"notebooks", "helpers", "data", "tests", "tools", "docs", ".ci", ".github"}
+    assert folders == {"notebooks", "halfbits", "helpers", "data", "tests", "tools", "docs", ".ci", ".github"}
     assert not [path for path in tracked() if Path(path).name in ("uv.lock", "requirements.txt", "poetry.lock")]
 
 
@@ -136,51 +151,56 @@ def test_workflows_run_what_runs_here():
 
 def test_what_a_notebook_installs_is_what_pyproject_asks_for():
     only_to_run_notebooks = {"ipython", "jupyterlab", "nbval"}
-    declared = {
-        need for need in PROJECT["project"]["dependencies"] if Requirement(need).name not in only_to_run_notebooks
-    }
+    needs = PROJECT["project"]["dependencies"] + EXTRA
+    declared = {need for need in needs if Requirement(need).name not in only_to_run_notebooks}
     assert set(ready.NEEDS.split()) == declared
     assert ready.NETWORKS.split() == GROUPS["networks"]
     assert PROJECT["project"]["requires-python"] == ready.PYTHON
 
 
-def helpers_modules():
-    """The source of each module of helpers, by its name."""
-    folder = ROOT / "helpers"
+def modules_of(package):
+    """The source of each module of a package, by its name."""
+    folder = ROOT / package
     return {
         path.relative_to(folder).with_suffix("").as_posix().replace("/", "."): path.read_text(encoding="utf-8")
         for path in folder.rglob("*.py")
     }
 
 
-def test_every_public_function_of_helpers_is_used():
-    """By a notebook, a tool, or another module that is; not by its tests alone."""
-    promised = {"largest_batch"}  # the docs offer it to readers
-    users = {
-        f"{folder}{number}": source
-        for folder in ("notebooks", "tools")
-        for number, source in enumerate(sources(folder))
-    }
-    users |= helpers_modules()
-    for name, source in helpers_modules().items():
-        if name == "diagnose" or name.startswith("check"):  # a file to copy; the exercises' names are in their list
+@pytest.mark.parametrize("package", ["halfbits", "helpers"])
+def test_every_public_name_is_used(package):
+    """By a notebook, a tool, the manual, or another module that is; not by its tests alone."""
+    users = {f"{folder}{at}": source for folder in ("notebooks", "tools") for at, source in enumerate(sources(folder))}
+    users["manual"] = (ROOT / "docs" / "halfbits.md").read_text(encoding="utf-8")
+    users |= modules_of("helpers")
+    users |= {f"halfbits.{name}": source for name, source in modules_of("halfbits").items() if name != "__init__"}
+    for name, source in modules_of(package).items():
+        if name.startswith("check"):  # the exercises' names are in their list
             continue
-        others = "\n".join(text for user, text in users.items() if user != name)
+        own = f"halfbits.{name}" if package == "halfbits" else name
+        others = "\n".join(text for user, text in users.items() if user != own)
         for node in ast.parse(source).body:
-            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
-                assert node.name in promised or re.search(rf"\b{node.name}\b", others), f"{name}.{node.name}"
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+                if node.name.endswith("Error"):  # raised, not called
+                    continue
+                assert re.search(rf"\b{node.name}\b", others), f"{name}.{node.name}"
 
 
-def test_helpers_have_no_cycles():
-    modules = helpers_modules()
+@pytest.mark.parametrize("package", ["halfbits", "helpers"])
+def test_there_are_no_cycles(package):
+    modules = modules_of(package)
     needs = {
-        name: set(re.findall(r"^from helpers(?:\.| import )([\w.]+)", text, re.MULTILINE)) & set(modules)
+        name: set(re.findall(rf"^from {package}(?:\.| import )([\w.]+)", text, re.MULTILINE)) & set(modules)
         for name, text in modules.items()
     }
     while ready_now := [name for name, others in needs.items() if not others & set(needs)]:
         for name in ready_now:
             del needs[name]
     assert not needs, f"import cycle among {sorted(needs)}"
+
+
+def test_halfbits_needs_nothing_of_the_notebooks():
+    assert "helpers" not in {name for source in sources("halfbits") for name in imports(source)}
 
 
 BESIDE = pytest.param(True, id="beside invented records", marks=pytest.mark.weekly)

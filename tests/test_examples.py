@@ -1,4 +1,4 @@
-"""The examples in the helpers' docstrings are true."""
+"""The examples in docstrings are true."""
 
 import doctest
 import importlib
@@ -8,13 +8,15 @@ import pytest
 from helpers.check import exercise
 from tools.execute import NOTEBOOKS
 
-MODULES = [path.stem for path in sorted(NOTEBOOKS.parent.glob("helpers/[a-z]*.py"))]
-WITH_EXAMPLES = {"autocast", "bitview", "dataset", "diagnose", "footprint", "formats", "measure", "records"}
+FILES = [path for package in ("halfbits", "helpers") for path in sorted(NOTEBOOKS.parent.glob(f"{package}/[a-z]*.py"))]
+MODULES = [f"{path.parent.name}.{path.stem}" for path in FILES]
+WITH_EXAMPLES = {f"halfbits.{name}" for name in ("bisecting", "casts", "errors", "formats", "memory", "speed")}
+WITH_EXAMPLES |= {f"helpers.{name}" for name in ("bitview", "dataset", "measure", "records")}
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_examples_are_true(name):
-    results = doctest.testmod(importlib.import_module(f"helpers.{name}"), optionflags=doctest.NORMALIZE_WHITESPACE)
+    results = doctest.testmod(importlib.import_module(name), optionflags=doctest.NORMALIZE_WHITESPACE)
     assert results.failed == 0
     assert results.attempted or name not in WITH_EXAMPLES
 

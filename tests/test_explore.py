@@ -87,9 +87,9 @@ def test_gradients_are_counted_by_their_fate(chart):
 
 
 def test_what_is_scaled_down_stays_on_the_axis(chart):
-    data, _, _ = chart(explore.fates, torch.tensor([2.0**-3, 2.0**15]), range(-40, 9), "A stream", what="activation")
+    data, _, _ = chart(explore.fates, torch.tensor([2.0**-3, 2.0**15]), range(-40, 9), "Numbers")
     axis = data[explore.VEGA_LITE]["layer"][0]["encoding"]["x"]
-    assert axis["scale"]["domain"] == [-43, 25] and axis["title"] == "log2 of the scaled activation"
+    assert axis["scale"]["domain"] == [-43, 25]
 
 
 def test_steps_say_what_gradscaler_did(chart):

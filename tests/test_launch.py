@@ -39,10 +39,10 @@ def processes_of(folder):
 
 
 def test_each_rank_prints_for_itself_and_has_its_share_of_the_cores(script):
-    path = script("import os, sys\nprint(*map(os.getenv, ('RANK', 'WORLD_SIZE', 'OMP_NUM_THREADS')), sys.argv[1:])")
-    launch = torchrun(path, "--rate", 0.5)
+    path = script("import os\nprint(*map(os.getenv, ('RANK', 'WORLD_SIZE', 'OMP_NUM_THREADS')))")
+    launch = torchrun(path)
     threads = max(1, psutil.cpu_count() // 2)
-    lines = [f"{rank} 2 {threads} ['--rate', '0.5']" for rank in (0, 1)]
+    lines = [f"{rank} 2 {threads}" for rank in (0, 1)]
     assert launch.printed == [f"{line}\n" for line in lines]
     assert (launch.status, launch.errors, launch.message) == (0, ["", ""], "")
     assert str(launch) == f"rank 0: {lines[0]}\nrank 1: {lines[1]}"
@@ -53,18 +53,13 @@ def test_an_error_in_one_process_ends_all_and_is_told(script):
     launch = torchrun(path)
     assert launch.status != 0
     assert launch.errors[1] == "ValueError: on purpose"
-    assert "ChildFailedError" in launch.message and "failed" in str(launch)
+    assert launch.message == launch.errors[1] and "failed: ValueError: on purpose" in str(launch)
 
 
 @pytest.mark.weekly
 def test_what_torchrun_itself_refuses_is_told(script):
     launch = torchrun(script(""), options=("--standalone", "--max-restarts=x"))
     assert launch.status != 0 and "invalid int value: 'x'" in launch.message
-
-
-def test_options_that_are_one_string_are_refused(script):
-    with pytest.raises(ValueError, match=r"a tuple of one has a comma: \('--standalone',\)"):
-        torchrun(script(""), options="--standalone")
 
 
 # What Python does from 3.13 on, for the Pythons before it.
@@ -80,7 +75,6 @@ def test_errors_are_read_where_colours_are_asked_for(script, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     launch = torchrun(script(f"{COLOURS}\nraise ValueError('on purpose')"), processes=1)
     assert launch.errors == ["ValueError: on purpose"]
-    assert launch.message.startswith("torch.distributed.elastic.multiprocessing.errors.ChildFailedError:")
 
 
 @pytest.mark.weekly
@@ -108,13 +102,6 @@ def started_first(tmp_path, monkeypatch):
     """A function that makes every Python started from now on run this code first."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     return (tmp_path / "sitecustomize.py").write_text
-
-
-@pytest.mark.weekly
-def test_what_torchrun_said_last_is_told_when_the_time_is_over(script, started_first):
-    started_first("import sys, time; print('the cause', file=sys.stderr, flush=True); time.sleep(600)")
-    with pytest.raises(TimeoutError, match=r"all its processes were killed. torchrun's last words: the cause$"):
-        torchrun(script(""), timeout=3)
 
 
 @pytest.mark.weekly
@@ -150,8 +137,3 @@ def test_an_interrupted_run_leaves_nothing(script, tmp_path):
 def test_a_missing_script_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"nothing\.py; run the cell that writes it first"):
         torchrun(tmp_path / "nothing.py")
-
-
-def test_a_run_needs_a_process(script):
-    with pytest.raises(ValueError, match=r"^processes is 0; a run needs 1 or more$"):
-        torchrun(script(""), processes=0)

@@ -7,7 +7,8 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from helpers import messages
+from halfbits.errors import messages
+from helpers.messages import anchor as anchor_of
 from tools.execute import NOTEBOOKS
 
 ROOT = NOTEBOOKS.parent
@@ -31,7 +32,7 @@ def headings(path):
 
 def anchors(path):
     """The anchors of a document's headings, as GitHub and the site write them, and as JupyterLab does."""
-    found = set(map(messages.anchor, headings(path)))
+    found = set(map(anchor_of, headings(path)))
     if path.suffix == ".ipynb":
         found |= {heading.replace(" ", "-") for heading in headings(path)}
     return found
@@ -47,7 +48,7 @@ def test_links_and_anchors_lead_somewhere(path):
 
 
 def test_every_message_and_symptom_leads_to_a_heading():
-    for case in [*messages.load().case, *messages.load("symptom").case]:
+    for case in [*messages().case, *messages("symptom").case]:
         notebook, heading = case.split("#")
         assert heading in headings(NOTEBOOKS / f"{notebook}.ipynb"), case
 

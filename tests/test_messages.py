@@ -1,4 +1,4 @@
-"""data/messages.toml: each message is found when it is pasted, leads to a heading, and has a fix that is Python.
+"""halfbits/errors.toml: each message is found when it is pasted, leads to a heading, and has a fix that is Python.
 tests/weekly/test_messages_raised.py raises them."""
 
 import ast
@@ -8,10 +8,11 @@ import re
 import pytest
 import vl_convert
 
+from halfbits import errors, explain
 from helpers import explore, messages
 
-MESSAGES = messages.load()
-SYMPTOMS = messages.load("symptom")
+MESSAGES = errors.messages()
+SYMPTOMS = errors.messages("symptom")
 
 
 def test_entries_are_complete_and_their_names_are_those_of_pages():
@@ -35,7 +36,7 @@ def test_each_message_and_each_of_its_forms_is_found_first():
     for entry in MESSAGES.itertuples():
         for form in [entry.message, *entry.also]:
             pasted = f"[rank0]: Traceback (most recent call last):\n[rank0]: RuntimeError: {form}\n"
-            assert messages.find(pasted).slug.iloc[0] == entry.slug, form
+            assert explain(pasted).slug.iloc[0] == entry.slug, form
 
 
 PASTED = {  # as people write in issues; `also` of the entries holds more
@@ -70,17 +71,17 @@ PASTED = {  # as people write in issues; `also` of the entries holds more
 
 @pytest.mark.parametrize("pasted", PASTED)
 def test_what_people_paste_reaches_its_entry(pasted):
-    assert messages.find(pasted).slug.iloc[0] == PASTED[pasted]
+    assert explain(pasted).slug.iloc[0] == PASTED[pasted]
 
 
 def test_a_stranger_s_error_is_not_found():
-    assert messages.find("ZeroDivisionError: division by zero").empty
-    assert messages.find("").empty and messages.find("dtype").empty
+    assert explain("ZeroDivisionError: division by zero").empty
+    assert explain("").empty and explain("dtype").empty
 
 
 @pytest.mark.parametrize("line", ["loss: nan", "Epoch 3: train_loss=nan", "step 100 loss nan scale 0.0"])
 def test_a_line_of_a_log_leads_to_its_symptom(line):
-    assert list(messages.find(line).title) == ["The loss is NaN, or the scale falls."]
+    assert list(explain(line).title) == ["The loss is NaN, or the scale falls."]
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +114,7 @@ def test_a_browser_s_expressions_find_what_python_s_find():
     transform = [{"calculate": hit, "as": "hit"}, count]
     spec = {"data": {"values": data}, "transform": transform, "mark": "text", "encoding": encoding | {"y": None}}
     counted = [int(word) for word in drawn(spec).split() if word.isdigit()]
-    by_python = [sum(bool(re.search(pattern, text, messages.FLAGS)) for pattern in patterns) for text in texts]
+    by_python = [sum(bool(re.search(pattern, text, errors.FLAGS)) for pattern in patterns) for text in texts]
     assert counted == by_python
 
 

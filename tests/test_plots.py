@@ -10,8 +10,8 @@ import torch
 from matplotlib.colors import to_hex, to_rgb
 from PIL import Image
 
+from halfbits.formats import FORMATS
 from helpers import plots
-from helpers.formats import FORMATS
 from helpers.plots import COLORS
 
 

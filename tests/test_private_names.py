@@ -15,40 +15,40 @@ from tools.execute import NOTEBOOKS
 
 NEEDED_BY = {
     "accelerate.state.AcceleratorState._reset_state": "notebook 10: several trainings in one process",
-    "node._input_metadata": "footprint: the shape and dtype of a gradient that backward expects",
-    "node._sequence_nr": "footprint: the order in which backward runs",
-    "torch.Tensor._base": "autocast.trace_casts: whose view a cast tensor is",
-    "torch.Tensor._is_view": "autocast.trace_casts: whose view a cast tensor is",
-    "torch.Tensor._make_wrapper_subclass": "autocast.cast_policies: a tensor of any device, without memory",
-    "torch.UntypedStorage()._cdata": "footprint: which tensors share their memory",
-    "torch.ops.aten.mm.default._schema": "autocast, footprint: the arguments of an op by name",
-    "torch._C._autocast_supported_devices": "autocast.cast_policies; notebook 04: which backends have autocast",
-    "torch._C._dispatch_get_registrations_for_dispatch_key": "autocast.cast_policies: the ops with a rule",
+    "node._input_metadata": "halfbits._step: the shape and dtype of a gradient that backward expects",
+    "node._sequence_nr": "halfbits._step: the order in which backward runs",
+    "torch.Tensor._base": "halfbits.casts.trace_casts: whose view a cast tensor is",
+    "torch.Tensor._is_view": "halfbits.casts.trace_casts: whose view a cast tensor is",
+    "torch.Tensor._make_wrapper_subclass": "halfbits.casts.cast_policies: a tensor of any device, without memory",
+    "torch.UntypedStorage()._cdata": "halfbits._step: which tensors share their memory",
+    "torch.ops.aten.mm.default._schema": "halfbits.casts, _step: the arguments of an op by name",
+    "torch._C._autocast_supported_devices": "halfbits.casts.cast_policies; notebook 04: which backends have autocast",
+    "torch._C._dispatch_get_registrations_for_dispatch_key": "halfbits.casts.cast_policies: the ops with a rule",
     "torch._C._dispatch_get_all_op_names": "notebook 04: the overloads of an op",
-    "torch._C._dispatch_key_for_device": "autocast.cast_policies: the name of a device's autocast key",
-    "torch._C._DisableAutocast": "autocast: an op called without autocast",
+    "torch._C._dispatch_key_for_device": "halfbits.casts.cast_policies: the name of a device's autocast key",
+    "torch._C._DisableAutocast": "halfbits.casts: an op called without autocast",
     "torch._C.DisableTorchFunctionSubclass": "check.mean_loss: a tensor that counts how often it is read",
     "torch._amp_update_scale_": "check.next_state: GradScaler's own rule",
-    "torch._foreach_norm": "diagnose: one kernel for all gradients",
+    "torch._foreach_norm": "halfbits._tensors: one kernel for all gradients",
     "torch._dynamo.config.fail_on_recompile_limit_hit": "notebook 08: no arm may run uncompiled, unseen",
-    "torch._dynamo.OptimizedModule": "diagnose: what torch.compile made of a model",
+    "torch._dynamo.OptimizedModule": "halfbits._tensors: what torch.compile made of a model",
     "torch._dynamo.explain": "notebook 08: graph breaks, counted",
     "torch._functorch.config.backward_pass_autocast": "notebook 14: the dtypes of a compiled backward",
-    "torch._subclasses.fake_tensor.FakeTensorMode": "autocast, footprint; notebooks 04, 06, 12: tensors without memory",
-    "torch.distributed._tools.mem_tracker.MemTracker": "test_footprint: torch's own count, to compare with",
-    "torch.distributed.fsdp.FSDPModule._get_fsdp_state": "diagnose: FSDP2's policy",
-    "torch.nn.Module()._compiled_call_impl": "diagnose: what `module.compile()` compiled",
+    "torch._subclasses.fake_tensor.FakeTensorMode": "halfbits.casts, _step; notebooks 04, 06, 12: tensors without memory",
+    "torch.distributed._tools.mem_tracker.MemTracker": "test_memory: torch's own count, to compare with",
+    "torch.distributed.fsdp.FSDPModule._get_fsdp_state": "halfbits._tensors: FSDP2's policy",
+    "torch.nn.Module()._compiled_call_impl": "halfbits._tensors: what `module.compile()` compiled",
     "torch.nn.Module()._forward_hooks": "check.first_bad: hooks that were left behind",
     "torch.nn.Module()._forward_pre_hooks": "check.first_bad: hooks that were left behind",
     "torch.nn.modules.module._global_forward_hooks": "check.first_bad: hooks that were left behind",
     "torch.nn.modules.module._global_forward_pre_hooks": "check.first_bad: hooks that were left behind",
     "torch.ops.aten._local_scalar_dense": "notebook 03: how often the CPU reads a value",
-    "torch.ops.aten._scaled_dot_product_efficient_attention": "autocast: fused attention in float32",
-    "torch.ops.aten._scaled_dot_product_flash_attention": "autocast: fused attention in 16 bits",
-    "torch.ops.aten._to_copy": "autocast, footprint: the op that casts",
-    "torch.utils._python_dispatch._get_current_dispatch_mode": "diagnose: a mode that another entered is left alone",
-    "torch.utils._python_dispatch.TorchDispatchMode": "autocast, diagnose, footprint; 03 and 04: the ops that run",
-    "torch.utils._pytree.tree_leaves": "autocast, footprint: the tensors in nested arguments",
+    "torch.ops.aten._scaled_dot_product_efficient_attention": "halfbits._fake: fused attention in float32",
+    "torch.ops.aten._scaled_dot_product_flash_attention": "halfbits._fake: fused attention in 16 bits",
+    "torch.ops.aten._to_copy": "halfbits.casts: the op that casts",
+    "torch.utils._python_dispatch._get_current_dispatch_mode": "halfbits._looks: a mode that another entered is left alone",
+    "torch.utils._python_dispatch.TorchDispatchMode": "halfbits.casts, _step, origin; 03 and 04: the ops that run",
+    "torch.utils._pytree.tree_leaves": "halfbits.casts, _step: the tensors in nested arguments",
 }
 
 
@@ -77,8 +77,8 @@ def test_it_is_there(name):
 
 
 def sources():
-    tests = [NOTEBOOKS.parent / "tests" / name for name in ("test_footprint.py", "test_autocast.py")]
-    for path in [*NOTEBOOKS.parent.glob("helpers/**/*.py"), *tests]:
+    tests = [NOTEBOOKS.parent / "tests" / name for name in ("test_memory.py", "test_casts.py")]
+    for path in [*NOTEBOOKS.parent.glob("halfbits/*.py"), *NOTEBOOKS.parent.glob("helpers/**/*.py"), *tests]:
         yield path.name, path.read_text(encoding="utf-8")
     for path in NOTEBOOKS.glob("*.ipynb"):
         for cell in nbformat.read(path, as_version=4).cells:
@@ -100,6 +100,7 @@ def last_part(name):
 def used_names():
     """The private names that the suite uses, each with the file where it stands, and the names that it defines."""
     used, own = set(), {"_repr_mimebundle_", "_fields", "_replace"}  # documented: IPython's, a NamedTuple's
+    own |= {path.stem for path in NOTEBOOKS.parent.glob("halfbits/_*.py")}
     for where, source in sources():
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):

@@ -1,7 +1,6 @@
 """A right answer is noted once; a file that cannot be read or written costs a sentence, never an answer."""
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -62,21 +61,6 @@ def test_a_full_disk_erases_nothing(file, capsys):
     assert "(Not noted in progress.json: [Errno 27] File too large" in capsys.readouterr().out
     assert file.read_text() == before
     assert list(file.parent.iterdir()) == [file]
-
-
-def test_what_several_notebooks_note_at_once_is_all_kept(file, capsys):
-    names = [f"exercise {number}" for number in range(160)]
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(passed.note, names))
-    assert capsys.readouterr().out == "" and set(passed.passed()) == set(names)
-    assert list(file.parent.iterdir()) == [file]
-
-
-def test_what_a_killed_process_left_is_written_anew(file, capsys, monkeypatch):
-    monkeypatch.setattr(passed.time, "sleep", lambda seconds: None)
-    file.with_name("progress.json.new").write_text('{"half a')
-    check.verdict(say)
-    assert capsys.readouterr().out == "Right. 1 of 2 in this notebook.\n" and "verdict" in passed.passed()
 
 
 def test_unwritable_place_costs_one_sentence(tmp_path, monkeypatch, capsys):

@@ -6,8 +6,6 @@ import shutil
 import statistics
 import subprocess
 import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -108,9 +106,8 @@ def good(folder):
 def is_left_out(path, cause, capsys):
     """Whether only the good record is loaded from the folder, and a printed sentence names the path and the cause."""
     assert len(records.load("test")) == 1
-    first, *named = capsys.readouterr().out.splitlines()
-    assert first == "Records left out: 1. Delete or mend each, or restore it from Git:"
-    return len(named) == 1 and named[0].startswith(f"  {path} is no valid record: ") and cause in named[0]
+    (said,) = capsys.readouterr().out.splitlines()
+    return said.startswith(f"Left out: {path} is no valid record: ") and cause in said
 
 
 @pytest.mark.parametrize(
@@ -134,14 +131,6 @@ def test_a_number_that_cannot_be_saved_is_not_loaded(number, folder, good, capsy
     assert is_left_out(folder / "other.json", "not JSON compliant", capsys)
 
 
-def test_a_folder_or_a_dangling_link_is_no_record(folder, good, capsys):
-    (folder / "x.json").mkdir()
-    assert is_left_out(folder / "x.json", "directory", capsys)
-    (folder / "x.json").rmdir()
-    (folder / "x.json").symlink_to("nowhere")
-    assert is_left_out(folder / "x.json", "No such file", capsys)
-
-
 def test_a_copied_record_counts_once(folder):
     path, before = records.save(a_record()), len(records.load_all())
     (folder / "copy of it.json").write_text(json.dumps(json.loads(path.read_text()), sort_keys=True))
@@ -159,11 +148,6 @@ def test_a_linked_folder_of_records_is_read_once_and_written_without_a_word(tmp_
     said = subprocess.run([sys.executable, "-c", code], cwd=data.parent, env=variables, capture_output=True, text=True)
     count = len([*records.RECORDS.glob("*.json")])
     assert said.stdout == f"{count} {tmp_path / 'elsewhere' / 'data' / 'records'}\n", said.stderr
-
-
-def test_a_home_in_the_folder_s_name_is_found(monkeypatch):
-    monkeypatch.setenv("HALF_THE_BITS_SAVE_TO", "~/recorded")
-    assert records.save_folder() == Path.home().resolve() / "recorded"
 
 
 def test_records_come_oldest_first_whatever_their_files_are_called(folder):
@@ -193,20 +177,12 @@ def test_invented_records_are_marked_and_not_in_the_suite(folder):
     assert speed["bf16"] == pytest.approx(invented.FASTER * speed["FP32"])
 
 
-def test_identical_records_saved_at_once_do_not_collide(folder, monkeypatch):
-    both = threading.Barrier(2)
-    monkeypatch.setattr(records.os, "fsync", lambda file: both.wait(10))
-    with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(records.save, 2 * [a_record()])
-    assert first == second and list(folder.iterdir()) == [first]
-
-
 def test_a_full_disk_leaves_nothing_half_written(folder, monkeypatch):
-    def full(file):
+    def full(unfinished, path):
         assert not list(folder.glob("*.json")), "a record has its name only when it is complete"
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(records.os, "fsync", full)
+    monkeypatch.setattr(Path, "replace", full)
     with pytest.raises(OSError, match="No space left"):
         records.save(a_record())
     assert not list(folder.iterdir())

@@ -33,7 +33,7 @@ def test_a_deck_has_every_heading_and_figure_and_no_set_up_cell():
     assert len(page.select(".slides > section")) == kinds.count("slide")
     assert len(page.select(".slides > section > section")) == kinds.count("slide") + kinds.count("subslide")
     assert "Where did the gradients go?" in page.get_text()
-    assert "Put helpers/ and data/ beside this notebook" not in page.get_text()
+    assert "Put halfbits/, helpers/, data/ beside this notebook" not in page.get_text()
     assert re.search(r"width: 1440,\s*height: 810,", str(page))
     figures = page.select(".slides img.figure")
     assert len(figures) > 5 and all(len(figure["alt"]) > 30 for figure in figures)

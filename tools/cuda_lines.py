@@ -1,4 +1,4 @@
-"""Which statements behind a CUDA condition have run, of helpers and notebooks.
+"""Which statements behind a CUDA condition have run, of halfbits, helpers and notebooks.
 
 uv run python -m pytest -p tests.weekly.pretend --pretend "RTX 3090" --lines FOLDER notebooks    # any number of times
 uv run python -m tools.cuda_lines FOLDER --at-least 95
@@ -40,8 +40,8 @@ def variables(folder):
 
 
 def note(folder):
-    """Begin to note in `folder` which lines of helpers and cells this process runs; `save()` what it returns."""
-    include = [f"{ROOT}/helpers/*", "*/ipykernel_*/*"]
+    """Begin to note in `folder` which lines of our packages and of cells this process runs; `save()` what it returns."""
+    include = [f"{ROOT}/halfbits/*", f"{ROOT}/helpers/*", "*/ipykernel_*/*"]
     noted = coverage.Coverage(data_file=Path(folder, "lines"), data_suffix=True, include=include)
     noted.set_option("run:disable_warnings", ["no-data-collected"])
     noted.start()
@@ -66,8 +66,8 @@ def lines_run(folder):
 
 
 def sources():
-    """All code of helpers and notebooks: rows of (where, the file's name in a run, source)."""
-    for path in sorted(ROOT.glob("helpers/*.py")):
+    """All code of halfbits, helpers and notebooks: rows of (where, the file's name in a run, source)."""
+    for path in [*sorted(ROOT.glob("halfbits/*.py")), *sorted(ROOT.glob("helpers/*.py"))]:
         yield str(path.relative_to(ROOT)), path.name, path.read_text(encoding="utf-8")
     for path in sorted(ROOT.glob("notebooks/*.ipynb")):
         for number, cell in enumerate(nbformat.read(path, as_version=4).cells):

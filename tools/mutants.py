@@ -1,4 +1,4 @@
-"""Change one thing in a helper, and see whether its tests notice.
+"""Change one thing in a module of halfbits or helpers, and see whether its tests notice.
 
 uv run python -m tools.mutants formats measure          # ten changes of each of these
 uv run python -m tools.mutants --each 20                # twenty of every module
@@ -23,10 +23,15 @@ from pathlib import Path
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
-HELPERS = ROOT / "helpers"
 TESTS = {  # others: test_NAME, and test_check for exercises
     "__init__": ["test_check", "test_progress"],
     "passed": ["test_progress"],
+    "_fake": ["test_casts", "test_memory"],
+    "_models": ["test_halfbits"],
+    "_step": ["test_memory"],
+    "cli": ["test_halfbits", "test_manual"],
+    "errors": ["test_messages"],
+    "speed": ["test_memory"],
     "ready": ["weekly/test_hosted"],
     "records": ["test_records"],
 }
@@ -141,10 +146,11 @@ def survives(path, source, folder):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("modules", nargs="*", help="names of helpers; none: all")
+    parser.add_argument("modules", nargs="*", help="names of modules; none: all")
     parser.add_argument("--each", type=int, default=10, help="how many mutants of each")
     options = parser.parse_args()
-    paths = [path for path in sorted(HELPERS.rglob("*.py")) if path.stem in options.modules or not options.modules]
+    paths = [*sorted(ROOT.glob("halfbits/*.py")), *sorted(ROOT.glob("helpers/**/*.py"))]
+    paths = [path for path in paths if path.stem in options.modules or not options.modules]
     killed = tried = 0
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "suite"

@@ -5,8 +5,8 @@ import math
 import torch
 from torch.nn import functional
 
+from halfbits.formats import FORMATS
 from helpers.check.exercise import Reply, exercise
-from helpers.formats import FORMATS
 
 _E4M3, _FP4 = "fp8_e4m3fn", "fp4_e2m1fn"
 

@@ -5,9 +5,9 @@ import math
 
 import numpy as np
 
+from halfbits.formats import FORMATS
 from helpers.bitview import BitView
 from helpers.check.exercise import Case, Reply, exercise
-from helpers.formats import FORMATS
 
 _HALF = FORMATS["fp16"]
 

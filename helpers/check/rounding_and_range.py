@@ -4,9 +4,9 @@ import math
 
 import torch
 
+from halfbits.formats import FORMATS
 from helpers.bitview import BitView
 from helpers.check.exercise import Reply, called, exercise
-from helpers.formats import FORMATS
 
 
 def _power(answer, code, name):

@@ -64,7 +64,7 @@ def start():
     """Pretend the card that the environment names, from the moment at which torch and pynvml are imported."""
     card = Card(os.environ[VARIABLE])
     hooks = {"torch": card.install_torch, "pynvml": card.install_nvml, "torchvision.io.image": card.install_jpeg}
-    hooks["helpers.autocast"] = card.install_fake_traces
+    hooks["halfbits.casts"] = card.install_fake_traces
     sys.meta_path.insert(0, _WhenImported(hooks))
 
 

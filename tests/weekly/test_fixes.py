@@ -1,4 +1,4 @@
-"""data/messages.toml: every fix runs that a CPU can run, on small things whose dtypes do not fit each other."""
+"""halfbits/errors.toml: every fix runs that a CPU can run, on small things whose dtypes do not fit each other."""
 
 import os
 
@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from helpers import messages
+from halfbits import errors
 from tests.weekly.test_messages_raised import BF16, FP8, HALF, language_model, ones, process_group
 
-FIXES = messages.load().set_index("slug")
+FIXES = errors.messages().set_index("slug")
 NOT_RUN = {  # and why not
     "cannot-convert-a-mps-tensor-to-float64-dtype": "a Mac",
     "must-flatten-tensors-with-uniform-dtype": "a GPU: FSDP1 wants one",

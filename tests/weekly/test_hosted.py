@@ -32,7 +32,7 @@ ROOT = NOTEBOOKS.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PATHS = sorted(NOTEBOOKS.glob("*.ipynb"))
 SET_UP = next(cell.source for cell in nbformat.read(PATHS[0], as_version=4).cells if cell.cell_type == "code")
-ALONE = "Put helpers/ and data/ beside this notebook."
+ALONE = "Put halfbits/, helpers/, data/ beside this notebook."
 READY = "Ready."
 
 

@@ -1,4 +1,4 @@
-"""data/messages.toml: every message that a CPU can raise is raised, is found, and is of the kind that is listed."""
+"""halfbits/errors.toml: every message that a CPU can raise is raised, is found, and is of the kind that is listed."""
 
 import importlib
 import logging
@@ -23,10 +23,10 @@ from torch.distributed.tensor import distribute_tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from helpers import messages
+from halfbits import errors, explain
 
 pytestmark = pytest.mark.weekly
-MESSAGES = messages.load()
+MESSAGES = errors.messages()
 HALF = torch.float16
 BF16 = torch.bfloat16
 FP8 = torch.float8_e4m3fn
@@ -471,8 +471,8 @@ def test_what_is_raised_is_found_and_of_the_kind_that_is_listed(slug, tmp_path, 
     monkeypatch.chdir(tmp_path)  # trainers make folders
     entry = MESSAGES.set_index("slug").loc[slug]
     text = said(RAISERS[slug])
-    assert re.search(entry.pattern, text, messages.FLAGS), text
-    assert slug in list(messages.find(text).slug)[:3], text
+    assert re.search(entry.pattern, text, errors.FLAGS), text
+    assert slug in list(explain(text).slug)[:3], text
     assert entry.kind == "log" or entry.kind in text, text
 
 

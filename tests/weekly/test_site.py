@@ -12,9 +12,9 @@ import pytest
 from bs4 import BeautifulSoup
 from playwright.sync_api import expect
 
-from helpers import messages
-from helpers.bitview import BitView
-from helpers.formats import FORMATS
+from halfbits import errors
+from halfbits.formats import FORMATS
+from helpers.bitview import SHOWN, BitView
 from tests.weekly.browser import BROWSER, move_every_input
 from tools.execute import NOTEBOOKS
 
@@ -104,7 +104,7 @@ def test_charts_move_on_the_site_from_a_file_and_on_a_phone(site, page, name, in
 
 def test_every_message_has_a_page_that_is_named_after_it_and_listed(site, pages):
     listed = {link["href"] for link in pages[site / "errors" / "index.html"].select("article a.internal")}
-    for entry in messages.load().itertuples():
+    for entry in errors.messages().itertuples():
         page = pages[site / "errors" / f"{entry.slug}.html"]
         assert (
             " ".join(entry.message.split()) in " ".join(page.title.get_text().split()) and entry.fix in page.get_text()
@@ -150,8 +150,8 @@ def test_no_page_is_wider_than_a_phone_or_logs_an_error(pages, page):
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome on the PATH")
-@pytest.mark.parametrize("name", FORMATS)
-def test_explorer_on_the_site_computes_as_helpers_formats(site, page, name):
+@pytest.mark.parametrize("name", SHOWN)
+def test_explorer_on_the_site_computes_as_halfbits_formats(site, page, name):
     """All codes up to 16 bits, 10,000 of the longer formats; 10,000 values and all ties between them."""
     form, rng = FORMATS[name], np.random.default_rng(0)
     codes = np.arange(2**form.bits) if form.bits <= 16 else rng.integers(0, 2**form.bits, 10_000)

@@ -19,7 +19,7 @@ def of_a_network(session, name):
     """How many ops of a forward pass are cast otherwise than on fake tensors."""
     import timm
 
-    from helpers.autocast import trace_casts
+    from halfbits import trace_casts
 
     seen = ["op", "inputs", "output", "casts"]
     network = timm.create_model(name, num_classes=1)

@@ -119,7 +119,7 @@ def units(session):
 
 def text(session):
     """Real text without a tokenizer: the bytes of the suite's documents, as tokens of the vocabulary's first 256."""
-    files = sorted(DATA.parent.glob("docs/*.md")) + sorted(DATA.parent.glob("helpers/*.py"))
+    files = sorted(DATA.parent.glob("docs/*.md")) + sorted(DATA.parent.glob("h*/*.py"))  # halfbits and helpers
     read = b"".join(file.read_bytes() for file in files)
     return torch.frombuffer(bytearray(read), dtype=torch.uint8).long().to(session.device)
 

@@ -11,7 +11,7 @@ from functools import cache, partial
 import pandas as pd
 import torch
 
-from helpers.footprint import GPUS, roofline
+from halfbits import GPUS, roofline
 from tools.record import casts, decoder, experiment, machine, peaks
 
 CARDS = ("T4", "RTX 4090", "H200")

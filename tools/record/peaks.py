@@ -84,7 +84,7 @@ def predicted(name, batch, size, way):
     """The predicted peak of a step on images, in bytes."""
     import timm
 
-    from helpers.footprint import predict_memory
+    from halfbits import predict_memory
 
     width, height = size
     build = partial(timm.create_model, name, num_classes=1)
@@ -94,7 +94,7 @@ def predicted(name, batch, size, way):
 @cache
 def predicted_decoder(shape, sequences, length, way):
     """The predicted peak of a step of the decoder with AdamW, in bytes."""
-    from helpers.footprint import predict_memory
+    from halfbits import predict_memory
 
     def tokens():
         return torch.randint(shape[-1], (sequences, length))

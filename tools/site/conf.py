@@ -13,7 +13,8 @@ from docutils import nodes
 from sphinx.util.logging import getLogger
 from vl_convert import javascript_bundle
 
-from helpers.formats import FORMATS
+from halfbits.formats import FORMATS
+from helpers.bitview import SHOWN
 from tools.site import errors
 
 HERE = Path(__file__).resolve().parent
@@ -75,7 +76,7 @@ def adapt(app, name, source):
         landing = (HERE / "landing.html").read_text(encoding="utf-8")
         source[0] = source[0].replace("```bash", f"{landing}```bash", 1)
     source[0] = re.sub(r"\.ipynb#[\w-]+", lambda link: link[0].lower(), source[0])
-    source[0] = source[0].replace("../data/messages.toml", "../errors/index.md")
+    source[0] = source[0].replace("../halfbits/errors.toml", "../errors/index.md")
     if VEGA_LITE in source[0] or EXPLORER in source[0]:
         notebook = json.loads(source[0])
         for cell in notebook["cells"]:
@@ -106,7 +107,7 @@ def write_scripts(app):
     draw_charts = (HERE / "draw_charts.js").read_text(encoding="utf-8")
     bundle = javascript_bundle(draw_charts, vl_version="5.8")
     (folder / "vega.js").write_text(f"(() => {{{bundle}}})()", encoding="utf-8")
-    formats = [facts_of(form) for form in FORMATS.values()]
+    formats = [facts_of(form) for form in map(FORMATS.get, SHOWN)]
     (folder / "formats.js").write_text(f"const FLOAT_FORMATS = {json.dumps(formats)};", encoding="utf-8")
 
 

@@ -1,10 +1,11 @@
-"""A page for each message of data/messages.toml, as Markdown for Sphinx, and one that lists them."""
+"""A page for each message of halfbits/errors.toml, as Markdown for Sphinx, and one that lists them."""
 
 import json
 import re
 import shutil
 
-from helpers import messages
+from halfbits.errors import messages
+from helpers.messages import anchor
 
 PAGE = """---
 orphan: true
@@ -40,7 +41,7 @@ def write_pages(folder):
     """Write all pages anew."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    table = messages.load()
+    table = messages()
     for entry in table.itertuples():
         (folder / f"{entry.slug}.md").write_text(page(entry), encoding="utf-8")
     lists = []
@@ -51,7 +52,7 @@ def write_pages(folder):
 
 
 def page(entry):
-    """The page of one row of `messages.load()`."""
+    """The page of one row of `messages()`."""
     notebook, heading = entry.case.split("#")
     return PAGE.format(
         description=json.dumps(f"{entry.message} {entry.cause}"),
@@ -65,7 +66,7 @@ def page(entry):
         number=notebook[:2],
         heading=_plain(heading),
         notebook=notebook,
-        anchor=messages.anchor(heading),
+        anchor=anchor(heading),
         also="\nAlso written:\n\n" + "".join(f"- {_code(form)}\n" for form in entry.also) if entry.also else "",
     )
 

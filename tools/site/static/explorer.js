@@ -1,6 +1,6 @@
 /* The bits of a number, to click at: what helpers.bitview shows in a notebook, without a kernel.
 
-   Every <div class="explorer"> of a page becomes one. FLOAT_FORMATS comes from helpers.formats. */
+   Every <div class="explorer"> of a page becomes one. FLOAT_FORMATS comes from halfbits.formats. */
 
 "use strict";
 
@@ -19,7 +19,7 @@ function roundHalfToEven(value) {
   return rest > 0.5 || (rest === 0.5 && below % 2 === 1) ? below + 1 : below;
 }
 
-/* A format of helpers.formats. Codes are integers from 0 to 2 ** bits - 1, so numbers hold them and every value. */
+/* A format of halfbits.formats. Codes are integers from 0 to 2 ** bits - 1, so numbers hold them and every value. */
 class FloatFormat {
   constructor(facts) {
     Object.assign(this, facts);

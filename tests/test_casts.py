@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from helpers.autocast import cast_policies, trace_casts
+from halfbits.casts import cast_policies, trace_casts
 
 HEADER = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
 MACROS = {
@@ -143,7 +143,7 @@ def test_every_registration_has_its_row_and_none_is_unknown():
 @pytest.mark.weekly
 def test_probing_is_silent_and_leaves_autocast_as_it_was():
     script = (
-        "import torch, helpers.autocast as a; a.cast_policies('cuda');"
+        "import torch, halfbits.casts as a; a.cast_policies('cuda');"
         "assert not torch.is_autocast_enabled('cuda'); assert torch.is_autocast_cache_enabled()"
     )
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

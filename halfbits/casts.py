@@ -5,25 +5,26 @@ Neither needs the device that it asks about. Fake tensors have a device and a dt
 
 import copy
 import os
-import re
 import threading
 import warnings
+from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.module_tracker import ModuleTracker
 
+from halfbits._fake import Autocast, KernelsOfCuda, in_words, no_packed_sequences, on_device, tensors_of
+
 _CAST = torch.ops.aten._to_copy.default
 _ONE_AT_A_TIME = threading.Lock()  # probes share their notes, and the process has one standard error
-
 # What a call must have to come as far as its casts, where a 1 will not do.
 _OWN_ARGUMENTS = {("aten::_cudnn_rnn", "weight_stride0"): 2, ("aten::_cudnn_rnn", "proj_size"): 0}
 
@@ -39,14 +40,6 @@ def _quiet():
         finally:
             os.dup2(stderr, 2)
             os.close(stderr)
-
-
-class Autocast(torch.autocast):
-    """Autocast for a device that may be missing, where torch.autocast would switch itself off."""
-
-    def __init__(self, device_type, dtype=None, enabled=True, cache_enabled=True):
-        super().__init__(device_type, dtype, enabled=False, cache_enabled=cache_enabled)
-        self._enabled = enabled
 
 
 class _OpReached(Exception):
@@ -126,7 +119,7 @@ def _policy(op, device_type):
     return "unknown"
 
 
-def cast_policies(device_type):
+def cast_policies(device_type: str) -> pd.DataFrame:
     """What autocast does with each op that is registered under its key for `device_type` in the installed torch.
 
     Returns a DataFrame with the columns `op` ("aten::matmul"), `overload` ("" for the default one) and `policy`:
@@ -208,18 +201,6 @@ def _dtypes(tree):
     return ", ".join(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
 
 
-def on_device(tensor, device_type, fake, dtype=None):
-    """A copy of a tensor or parameter on a device; if `fake`, within FakeTensorMode, one without memory, of `dtype`."""
-    if fake:
-        dtype = dtype if dtype and tensor.is_floating_point() else tensor.dtype
-        copied = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device=device_type)
-    else:
-        copied = tensor.detach().to(device_type, copy=True)
-    if isinstance(tensor, torch.nn.Parameter):
-        return torch.nn.Parameter(copied, tensor.requires_grad)
-    return copied.requires_grad_(tensor.requires_grad and tensor.is_leaf)
-
-
 def _rows(fn, args, device_type, dtype):
     call, tracker = _CurrentCall(), ModuleTracker()
     # Nothing runs backward: on a real GPU the activations kept for it would fill the memory.
@@ -229,84 +210,13 @@ def _rows(fn, args, device_type, dtype):
     return ops.rows
 
 
-# What torch says where fake tensors do not do, as a regular expression, and what it means.
-_REFUSALS = {
-    r"DataDependent|DynamicOutputShape|\.numpy\(\)": (
-        "asks for values, as .item(), an if and a mask as an index do, and there are none"
-    ),
-    r"FakeTensors first|same device|expected device|weight type \(torch.FloatTensor\)|(two|different) devices": (
-        "uses tensors from outside or on another device: pass every module and tensor as an argument, make them "
-        "attributes of a module, and make new ones on that device"
-    ),
-    "hasPrimaryContext|unpack_hook|does not require grad": (
-        "runs backward itself, or an op that does; only a forward pass can be traced"
-    ),
-    "fake impl|cannot pickle|ScriptObject": "cannot be copied or run without values by this torch",
-    "invalid for this instance": "has an autograd.Function in Python, for which this torch is too old",  # 2.11 is
-    "set the storage of a tensor": (
-        "has a tensor or a generator within an object of its own; make it an attribute of a module"
-    ),
-    "indices.*(scalar type|long or int)": (
-        "takes whole numbers (nn.Embedding?), and was given others; a prediction's inputs may be a function"
-    ),
-}
-
-
-@contextmanager
-def in_words(what):
-    """Say as a ValueError what keeps `what` from being run on fake tensors, where torch speaks of its own insides."""
-    try:
-        yield
-    except (AssertionError, RuntimeError, TypeError) as error:
-        said = f"{type(error).__name__}: {error}"
-        for pattern, words in _REFUSALS.items():
-            if re.search(pattern, said):
-                raise ValueError(f"{what} {words} ({said.splitlines()[0]})") from None
-        raise
-
-
-_RNNS = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
-
-
-class KernelsOfCuda(TorchFunctionMode):
-    """Attention by the kernel that CUDA would take. Without a GPU, torch finds none that supports a fused kernel.
-
-    RNNs run without cuDNN, which asks for the device, and whose memory fake tensors do not know.
-    """
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func is scaled_dot_product_attention and (args[0] if args else kwargs["query"]).dim() == 4:
-            return _attention(*args, **kwargs)
-        if func in _RNNS:
-            with torch.backends.cudnn.flags(enabled=False):
-                return func(*args, **kwargs)
-        return func(*args, **kwargs)
-
-
-def _attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
-    if torch.is_autocast_enabled("cuda"):
-        dtype = torch.get_autocast_dtype("cuda")
-        query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
-    if attn_mask is None and query.dtype != torch.float32:
-        kernel = torch.ops.aten._scaled_dot_product_flash_attention
-        return kernel(query, key, value, dropout_p, is_causal, scale=scale)[0]
-    if enable_gqa and torch.__version__ < "2.15":  # 2.11 has no other fused kernel for it, 2.15 has
-        kernel = scaled_dot_product_attention
-        return kernel(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=True)
-    if attn_mask is not None:
-        attn_mask = attn_mask.to(query.dtype).expand(*query.shape[:-1], key.size(-2))
-    kernel = torch.ops.aten._scaled_dot_product_efficient_attention
-    return kernel(query, key, value, attn_mask, query.requires_grad, dropout_p, is_causal, scale=scale)[0]
-
-
-def tensors_of(model):
-    """The tensors of a module and of those in it, each once: parameters, buffers and plain attributes."""
-    leaves = tree_leaves([value for module in model.modules() for value in vars(module).values()])
-    return list({id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}.values())
-
-
-def trace_casts(fn, *args, device_type="cuda", dtype=torch.float16, fake=None):
+def trace_casts(
+    fn: Callable,
+    *args: Any,
+    device_type: str = "cuda",
+    dtype: torch.dtype = torch.float16,
+    fake: bool | None = None,
+) -> pd.DataFrame:
     """Run `fn(*args)`, a forward pass, once under autocast, and tell op by op what was cast.
 
     fn: a module, or a function that finds the modules and tensors that it works on among its arguments.
@@ -337,7 +247,7 @@ def trace_casts(fn, *args, device_type="cuda", dtype=torch.float16, fake=None):
     if fake and device_type != "cuda":
         raise ValueError(f"there is no {device_type} device here; without one, only cuda and cpu can be traced")
     what = type(fn).__name__ if isinstance(fn, torch.nn.Module) else "fn"
-    with FakeTensorMode() if fake else nullcontext(), in_words(what):
+    with FakeTensorMode() if fake else nullcontext(), no_packed_sequences(), in_words(what):
         copies = {}
         for leaf in tree_leaves((fn, args)):
             leaf = getattr(leaf, "__self__", leaf)  # a method's object
@@ -347,3 +257,37 @@ def trace_casts(fn, *args, device_type="cuda", dtype=torch.float16, fake=None):
         with KernelsOfCuda() if fake else nullcontext():
             rows = _rows(fn, args, device_type, dtype)
     return pd.DataFrame(rows, columns=["op", "inputs", "output", "casts", "cast_bytes", "module"])
+
+
+# Ops as they are called below autocast, and as its rules name them.
+_RULE_NAMES = {
+    "convolution": "conv2d",
+    "native_layer_norm": "layer_norm",
+    "native_group_norm": "group_norm",
+    "native_batch_norm": "batch_norm",
+    "cudnn_batch_norm": "batch_norm",
+    "_softmax": "softmax",
+    "_log_softmax": "log_softmax",
+    "nll_loss_forward": "nll_loss",
+}
+
+
+def rules_of(fn: Callable, *args: Any, device_type: str) -> pd.DataFrame:
+    """Which rules autocast has on a device for the ops that `fn(*args)` runs. The device may be missing.
+
+    A weaker answer than `trace_casts`, for devices that fake tensors do not stand in for, such as "mps" and "xpu".
+
+    Returns a DataFrame with the columns `op` ("addmm"), `times` and `rule`: a policy of `cast_policies`, or "none" for
+    an op that takes its inputs as they come. The arguments and errors are those of `trace_casts`.
+
+    Examples
+    --------
+    >>> rules_of(torch.nn.Linear(2, 2), torch.ones(1, 2), device_type="mps").values.tolist()
+    [['t', 1, 'none'], ['addmm', 1, 'lower']]
+    """
+    policies = cast_policies(device_type).query("overload == ''").set_index("op").policy
+    with torch.no_grad():
+        ops = trace_casts(fn, *args, fake=True).op.str.removeprefix("aten::")
+    ops = ops.where(~ops.str.startswith("_scaled_dot_product"), "scaled_dot_product_attention")
+    times = ops.replace(_RULE_NAMES).value_counts(sort=False).rename_axis("op").reset_index(name="times")
+    return times.assign(rule=[policies.get(f"aten::{op}", "none") for op in times.op])

@@ -1,12 +1,12 @@
 """Predictions against what real tensors keep, against torch's own tracker, and against numbers worked out by hand."""
 
 import copy
-import dataclasses
 import math
 import threading
 import warnings
 from functools import cache
 from itertools import product
+from operator import attrgetter
 
 import pytest
 import timm
@@ -14,24 +14,14 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, scaled_dot_product_attention
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from helpers import footprint
-from helpers.autocast import on_device
-from helpers.footprint import (
-    GPUS,
-    KINDS,
-    OPTIMIZERS,
-    fused,
-    growth,
-    largest,
-    largest_batch,
-    on_gpu,
-    predict_memory,
-    roofline,
-    shards,
-)
+from halfbits import memory, speed
+from halfbits._fake import on_device
+from halfbits._step import KINDS, OPTIMIZERS, _backward
+from halfbits.memory import growth, largest_batch, predict_memory
+from halfbits.speed import GPUS, fused, on_gpu, roofline
 from helpers.measure import kept_for_backward
 
 NEWER = pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 cannot do it without a device")
@@ -128,26 +118,22 @@ def test_activations_and_peak_are_those_of_a_cpu_and_cudas_alike(models, name, p
         assert on_cuda == pytest.approx(on_cpu, rel=0.02)
 
 
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["NCHW", "NHWC"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-def test_known_results_are_what_torch_finds(training, dtype, layout):
-    with FakeTensorMode(), torch.device("cuda"):
-        x, of_channels = torch.empty(2, 6, 4, 4, dtype=dtype).to(memory_format=layout), torch.empty(6)
-        reserve = torch.empty(0, dtype=torch.uint8)
-        aten, known = torch.ops.aten, footprint.KNOWN_RESULTS
-        arguments = {
-            aten.cudnn_batch_norm.default: (x, *4 * [of_channels], training, 0.1, 1e-5),
-            aten.cudnn_batch_norm_backward.default: (x, x, *5 * [of_channels], 1e-5, reserve),
-            aten.silu.default: (x,),
-            aten.silu_backward.default: (x, x),
-        }
-        assert arguments.keys() == known.keys()
-        for op, given in arguments.items():
-            found = (tree_leaves(run(*given))[:3] for run in (known[op], op))  # a GPU's reserve is not predicted
-            for ours, theirs in zip(*found, strict=True):
-                assert (ours.shape, ours.stride(), ours.dtype) == (theirs.shape, theirs.stride(), theirs.dtype), op
-                assert ours.device == theirs.device
+def test_a_decoder_of_transformers_makes_no_mask_for_packed_sequences():
+    """With several sequences in a batch it looks at their positions, which fake tensors do not have."""
+    config = LlamaConfig(
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        use_cache=False,
+    )
+    model = LlamaForCausalLM(config).train()
+    tokens = dict.fromkeys(["input_ids", "labels"], torch.zeros(2, 64, dtype=torch.long))
+    estimate = predict_memory(lambda: model, lambda: tokens, "fp32", "adamw", "cpu", attrgetter("loss"))
+    real = kept_for_backward(model, lambda: model(**tokens).loss)
+    assert sum(estimate.activations.values()) == pytest.approx(sum(real.values()), rel=0.001)
 
 
 def test_checkpointing_is_predicted(models):
@@ -202,7 +188,7 @@ def test_the_walk_through_the_graph_gives_the_engines_gradients(function_in_pyth
     model.zero_grad()
     losses = [model(x).sum()]
     with torch.no_grad():
-        footprint._backward(losses)
+        _backward(losses)
     torch.testing.assert_close([weight.grad for weight in model.parameters()], expected)
     assert losses == []
 
@@ -611,23 +597,9 @@ def test_a_loss_that_trains_nothing_is_refused(loss):
 @pytest.mark.parametrize("limit", [0, 9, 10, 11, 12, 39, 40, 41, 1000, 12345])
 @pytest.mark.parametrize("power", [0.5, 1, 2])
 def test_largest_is_the_largest(limit, power):
-    found = largest(limit, lambda number: 10 + number**power)
+    found = memory._largest(limit, lambda number: 10 + number**power)
     assert found == 0 or 10 + found**power <= limit
     assert 10 + (found + 1) ** power > limit
-
-
-def test_shards_are_those_of_the_paper():
-    """Figure 1 of ZeRO: 7.5 billion parameters, 64 ranks; float16 weights and gradients, 12 bytes for Adam, in GB."""
-    estimate = predict_memory(lambda: nn.Linear(12, 1), (2, 12), "fp32")
-    estimate = dataclasses.replace(
-        estimate, parameters=15 * 10**9, gradients=15 * 10**9, optimizer_state=90 * 10**9, activations={"float16": 7}
-    )
-    held = {strategy: shards(estimate, strategy, 64) for strategy in ("ddp", "zero1", "zero2", "zero3", "fsdp2")}
-    assert all(parts.pop("activations") == 7 for parts in held.values())
-    in_gb = {strategy: round(sum(parts.values()) / 1e9, 1) for strategy, parts in held.items()}
-    assert in_gb == {"ddp": 120, "zero1": 31.4, "zero2": 16.6, "zero3": 1.9, "fsdp2": 1.9}
-    with pytest.raises(ValueError, match="unknown strategy 'zero4'"):
-        shards(estimate, "zero4", 64)
 
 
 def convolution(groups):
@@ -647,7 +619,7 @@ def test_flops_of_a_convolution_count_its_groups(groups):
 @pytest.mark.parametrize(("groups", "rate"), [(1, 312e12), (2, 312e12), (8, 19.5e12)])
 def test_a_depthwise_convolution_has_no_tensor_cores(groups, rate, monkeypatch):
     """Nor has its backward. A bandwidth without end leaves arithmetic as the only limit."""
-    monkeypatch.setattr(footprint, "GPUS", GPUS.assign(bandwidth=math.inf))
+    monkeypatch.setattr(speed, "GPUS", GPUS.assign(bandwidth=math.inf))
     ops = roofline(convolution(groups), (2, 8, 16, 16), "fp16", "A100").ops
     ops = ops[ops.flops > 0]
     assert list(ops.phase) == ["forward", "backward"]
@@ -774,7 +746,7 @@ def test_a_cache_saves_what_was_touched_last_and_no_more(monkeypatch):
     ops, size = chain(nn.ReLU(), nn.Tanh()).query("phase == 'forward'"), 4 * 64 * 4096
     ops = ops[ops.op.isin(["mm", "relu", "tanh"])]
     for room, missed in ((0, 4), (2.5, 2), (2 * 64 + 100, 2)):  # tensors that relu and tanh move
-        monkeypatch.setattr(footprint, "GPUS", GPUS.assign(cache=room * size / 2**20))
+        monkeypatch.setattr(speed, "GPUS", GPUS.assign(cache=room * size / 2**20))
         times = on_gpu(ops, "A100", "fp32", cache=True)
         assert times.seconds.iloc[1:].sum() == pytest.approx(missed * size / 2039e9)
 
@@ -800,7 +772,7 @@ def test_growth_tells_the_moments_of_another_batch(precision, copies, checkpoint
 
     grown = growth(build, lambda n: (n, 3, 224, 224), precision, checkpointed)
     told = (grown.fixed + 20 * grown.each).groupby("moment").sum()
-    there = footprint._at_moments(predict_memory(build, (20, 3, 224, 224), precision, "sgd")).groupby("moment").sum()
+    there = memory._at_moments(predict_memory(build, (20, 3, 224, 224), precision, "sgd")).groupby("moment").sum()
     assert told.to_dict() == pytest.approx(there.to_dict(), rel=0.01)
     weights = sum(weight.numel() for weight in build().parameters() if weight.ndim in (2, 4)) / 2**30
     assert grown.fixed["autocast's copies", "forward ends"] == pytest.approx(copies * weights, rel=0.01)

@@ -1,0 +1,50 @@
+"""What an instrument found: a `Finding` is one thing, a `Report` all of them, the verdict first."""
+
+import functools
+from typing import NamedTuple
+
+import pandas as pd
+
+
+class Finding(NamedTuple):
+    """`severity`: "certain" was observed, with its mechanism, or follows from what is there; "likely" does harm in most
+    runs; "note" is a fact. `case`: a heading of the clinic, "" where it has none."""
+
+    what: str
+    where: str
+    severity: str
+    cost: str
+    case: str
+
+    def __str__(self):
+        where, case = f" ({self.where})" if self.where else "", f"Case: {self.case}." if self.case else ""
+        return " ".join(filter(None, [f"{self.severity}: {self.what}{where}.", self.cost, case]))
+
+
+def certain(what, where="", cost="", case="", severity="certain"):
+    """A Finding. `where` may be a list of names."""
+    return Finding(what, where if isinstance(where, str) else _some(where), severity, cost, case)
+
+
+likely = functools.partial(certain, severity="likely")
+note = functools.partial(certain, severity="note")
+
+
+class Report:
+    """Findings, worst first. Printed: `verdict`, what was looked at, and the others; `findings` is a DataFrame."""
+
+    def __init__(self, findings, seen=""):
+        order = ["certain", "likely", "note"]
+        rows = sorted(dict.fromkeys(findings), key=lambda finding: order.index(finding.severity))
+        bad = bool(rows) and rows[0].severity != "note"
+        self.findings = pd.DataFrame(rows, columns=list(Finding._fields))
+        self.verdict = f"Verdict, {rows[0]}" if bad else "Verdict: nothing wrong was found."
+        self.lines = [self.verdict, *([seen] if seen else []), *map(str, rows[bad:])]
+
+    def __repr__(self):
+        return "\n".join(self.lines)
+
+
+def _some(names, most=4):
+    names = [name or "the model" for name in names]
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -1,0 +1,362 @@
+"""What `audit` says of a model before it trains, and what it leaves alone."""
+
+import ast
+import copy
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+import torch
+from torch import nn
+
+from halfbits import audit, auditing, watch
+from tests.small_runs import BF16, FP16, Run, found, network, scaler, sgd, squares, train, worst
+
+NAMING_CASES = "_hooks", "_looks", "_loss", "_rounding", "_search", "_verdicts", "auditing"
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def says(model, words, severity=None, optimizer=None, scaler=None):
+    return found(audit(model, optimizer, scaler), words, severity)
+
+
+def test_a_sound_run_is_blamed_for_nothing():
+    model = network()
+    report = audit(model, sgd(model), scaler())
+    assert not worst(report), report
+    assert str(report).startswith("Verdict: nothing wrong was found.") and len(str(report).splitlines()) <= 3
+    assert found(report, "weights: 280 float32").severity == "note"
+
+
+def with_masters(model):
+    return torch.optim.SGD([weight.detach().float() for weight in model.parameters()], lr=0.1)
+
+
+def with_kept(model):
+    optimizer = sgd(model)
+    for weight in model.parameters():
+        optimizer.state[weight]["master_param"] = weight.detach().float()
+    return optimizer
+
+
+def with_luck(model):
+    optimizer = sgd(model)
+    optimizer.bf16_stochastic_round = True
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    "make, words, severity",
+    [
+        (sgd, "without FP32 masters", "likely"),
+        (with_masters, "FP32 masters in the optimizer", "note"),
+        (with_kept, "keeps FP32 copies", "note"),
+        (with_luck, "rounded stochastically", "note"),
+    ],
+)
+def test_trained_16_bits_and_their_masters(make, words, severity):
+    model = network().bfloat16()
+    report = audit(model, make(model))
+    assert found(report, words, severity) is not None
+    assert worst(report) == ({"likely"} if severity == "likely" else set())
+
+
+def test_states_of_0_are_no_copies_of_weights_that_begin_at_0():
+    model = network().bfloat16()
+    optimizer = sgd(model)
+    for weight in model.parameters():
+        nn.init.zeros_(weight)
+        optimizer.state[weight]["momentum_buffer"] = torch.zeros(weight.shape)
+    says(model, "without FP32 masters", "likely", optimizer)
+
+
+def test_a_scaler_over_fp16_weights_is_an_error_and_really_raises():
+    model = network().half()
+    row = says(model, "GradScaler over trained fp16 weights", "certain", sgd(model), scaler())
+    assert row["case"] == "Attempting to unscale FP16 gradients"
+    with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
+        train(model, sgd(model), scaler(), dtype=FP16)
+    says(model, "GradScaler over trained fp16 weights", "likely", sgd(model, fused=True), scaler())
+
+
+def test_adapters_that_are_frozen():
+    model = nn.ModuleDict({"base": nn.Linear(8, 8).bfloat16(), "lora_a": nn.Linear(8, 8)})
+    model["base"].requires_grad_(False)
+    assert says(model, "frozen 72 bfloat16; trained 72 float32", "note")["where"] == "base"
+    assert "adapters" not in str(audit(model))
+    model.requires_grad_(False)
+    assert says(model, "adapters that are frozen", "likely")["where"] == "lora_a"
+
+
+class Dynamic:
+    """A loss scaler as DeepSpeed's."""
+
+    cur_scale = min_scale = 1
+
+
+@pytest.mark.parametrize(
+    "mine, words, severity",
+    [
+        (scaler(enabled=False), "the GradScaler is disabled", "note"),
+        (scaler(init_scale=0.5), "below 1: 0.5", "likely"),
+        (scaler(init_scale=0.0), "the scale is 0", "certain"),
+        (scaler(), "GradScaler over bf16", "likely"),
+        (Dynamic(), "at its minimum: 1", "likely"),
+        (scaler(init_scale=math.inf), "the scale is inf", "certain"),
+    ],
+)
+def test_scales(mine, words, severity):
+    says(network().bfloat16(), words, severity, scaler=mine)
+
+
+class Positions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.words = nn.LayerNorm(8, eps=1e-8), nn.Embedding(8, 8)
+        self.register_buffer("inv_freq", torch.rand(4))
+        self.register_buffer("position_ids", torch.arange(8.0))
+        self.batch = nn.BatchNorm1d(8)
+
+
+def test_modules_in_16_bits():
+    report = audit(Positions().half())
+    assert "norm.eps = 1e-08" in found(report, "an eps that is 0 in fp16", "likely")["where"]
+    found(report, "frequencies of positions in float16", "note")
+    found(audit(Positions().bfloat16()), "frequencies of positions in bfloat16", "likely")
+    assert found(report, "positions in 16 bits", "likely")["where"] == "position_ids"
+    found(report, "running statistics in 16 bits", "likely")
+
+
+@pytest.mark.weekly
+def test_old_and_new_switches_of_tf32():
+    # In a process of its own: the mixture cannot be taken back.
+    lines = "torch.backends.cuda.matmul.allow_tf32 = True; torch.backends.cuda.matmul.fp32_precision = 'ieee'"
+    command = f"import torch; from halfbits import audit; {lines}; print(audit(torch.nn.Linear(8, 8)))"
+    said = subprocess.run([sys.executable, "-c", command], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert said.startswith("Verdict, likely: old and new TF32 switches are mixed")
+    says(network(), "TF32: products", "note")
+
+
+def test_units_sizes_regions_and_compiled_modules(monkeypatch):
+    monkeypatch.setattr(auditing, "_native", lambda device: {FP16: True, BF16: False})
+    assert "units" not in str(audit(network()))  # bf16 is not used
+    says(network().bfloat16(), "no bfloat16 units", "note")
+    assert "0.weight (10, 7)" in says(nn.Sequential(nn.Linear(7, 10)), "not multiples of 8", "note").what
+    with torch.autocast("cpu"):
+        assert says(network(), "autocast is on", "likely")["case"] == "Loss stays the same in every step"
+    says(torch.compile(network(), backend="eager"), "compiled", "note")
+
+
+def test_numbers():
+    model = network(nn.BatchNorm1d(8))
+    with torch.no_grad():
+        model[0].weight[0], model[2].weight[0] = 7e4, 5e4
+        model[3].running_var[0], model[3].bias[0] = math.inf, math.nan
+    model.register_buffer("mask", torch.full((2,), -math.inf))
+    report = audit(model, None, scaler())
+    assert found(report, "weights that are not finite", "certain")["where"] == "3.bias"
+    assert "0.weight" in found(report, "weights above 65504", "likely")["where"]
+    assert found(report, "buffers that are not finite", "certain")["where"] == "3.running_var"
+    model[3].running_mean[1] = 1e5
+    assert found(audit(model), "buffers above 65504", "note")["where"] == "3.running_mean: 100,000"
+    model[3].running_mean[1] = 0
+    assert "65504" not in str(audit(model))  # nothing says that fp16 is used
+    for weight in model.parameters():
+        weight.grad = torch.zeros_like(weight)
+    model[0].bias.grad.fill_(math.inf)
+    assert "gradients" not in str(audit(model, scaler=scaler()).findings.query("severity != 'note'"))
+    optimizer = sgd(model, momentum=0.9)
+    optimizer.step()
+    report = audit(model, optimizer)
+    found(report, "gradients that are not finite", "certain")
+    found(report, "states of the optimizer that are not finite", "certain")
+
+
+def test_what_the_optimizer_holds():
+    model = network()
+    says(model, "holds none of the model's weights", "certain", sgd(network()))
+    assert says(model, "that the optimizer lacks", "likely", sgd(model[0]))["where"] == "2"
+    says(model, "a learning rate of 0", "note", sgd(model, lr=0.0))
+    assert "lacks" not in str(audit(model, [sgd(model[0]), sgd(model[2])]))
+
+
+def test_merged_adapters_are_not_missing_from_the_optimizer():
+    model = network()
+    model.requires_grad_(False)
+    model[0] = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 16))
+    optimizer = torch.optim.AdamW(model[0].parameters())
+    train(model, optimizer)
+    trained, model[0] = model[0], nn.Linear(8, 16)
+    assert "merged adapters" in says(model, "that the optimizer lacks", "note", optimizer).cost
+    model[0], model[2] = trained, nn.Linear(16, 8)  # a new head
+    says(model, "that the optimizer lacks", "likely", optimizer)
+
+
+def test_a_step_counter_in_16_bits():
+    model, optimizer = stepped(2)
+    states = copy.deepcopy(optimizer.state_dict())
+    for count, severity in ((300.0, "certain"), (7.0, "likely")):
+        for state in states["state"].values():
+            state["step"] = torch.tensor(count).bfloat16()
+        optimizer.load_state_dict(states)
+        says(model, f"step counter, {count:g}, is bfloat16, which stops at 256", severity, optimizer)
+    assert "counter" not in str(audit(*stepped(2)))
+
+
+def test_a_model_that_was_halved_after_its_training_is_not_accused_of_adam_s_eps():
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+    assert "eps" not in str(audit(model.half(), optimizer))
+
+
+def test_adam_in_16_bits_and_decay_that_is_lost():
+    model = network().half()
+    row = says(model, "Adam's eps = 1e-08 is 0", "certain", torch.optim.Adam(model.parameters()))
+    assert row["case"] == "Weights are NaN after one step of Adam"
+    optimizer = torch.optim.Adam(model.parameters(), eps=1e-4)
+    assert "eps" not in str(audit(model, optimizer))
+    (1e-5 * model(torch.rand(2, 8).half())).sum().backward()
+    optimizer.step()
+    says(model, "Adam's second moment is 0, as in fp16", "certain", optimizer)
+    model = network().bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.rand(2, 8).bfloat16()).sum().backward()
+    optimizer.step()
+    says(model, "AdamW's second moment in bf16", "likely", optimizer)
+    assert "weight decay (lr * weight_decay = 1e-05)" in says(model, "FP32 masters", "likely", optimizer).cost
+
+
+def test_each_case_is_a_heading_of_the_clinic():
+    notebook = nbformat.read(ROOT / "notebooks" / "14_troubleshooting_clinic.ipynb", as_version=4)
+    headings = {line.lstrip("# ") for cell in notebook.cells for line in cell.source.splitlines() if line[:3] == "###"}
+    paths = [ROOT / "halfbits" / f"{name}.py" for name in NAMING_CASES]
+    nodes = [node for path in paths for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    texts = {str(node.value) for node in nodes if isinstance(node, ast.Constant)}
+    named = {text for text in texts if re.fullmatch(r"[A-Z]\w*(?: \w+){3,}", text)} - {"FP32 masters in the optimizer"}
+    assert len(named) > 15 and named <= headings, named - headings
+
+
+def test_settings_of_an_optimizer_in_16_bits():
+    model = network()
+    says(model, "SGD's settings as tensors of 16 bits", "likely", sgd(model, lr=torch.tensor(0.1, dtype=BF16)))
+
+
+def test_masters_that_a_checkpoint_cast():
+    model = network().bfloat16()
+    states = with_kept(model).state_dict()
+    optimizer = sgd(model)
+    optimizer.load_state_dict(states)
+    assert says(model, "SGD's masters are in 16 bits", "certain", optimizer)["where"] == "master_param"
+
+
+def test_a_copy_that_is_only_evaluated_is_no_fault():
+    model = network().bfloat16()
+    says(model, "without FP32 masters", "likely")
+    says(model.eval(), "without FP32 masters", "note")
+
+
+def test_decays_that_16_bits_make_equal():
+    model = network()
+    model.decay = nn.Parameter(torch.linspace(0.99, 0.9995, 16))
+    assert not worst(audit(model))
+    report = audit(model.bfloat16(), sgd(model))
+    assert found(report, "16 numbers, 0.98828 to 1, are 4 different ones in bfloat16", "likely")["where"] == "decay"
+
+
+def test_a_schedule_in_16_bits():
+    for dtype, broken in ((BF16, True), (torch.float32, False)):
+        model = network()
+        noise = torch.linspace(1e-4, 0.02, 1000).to(dtype)
+        model.register_buffer("kept", (1 - noise).cumprod(0))
+        model.register_buffer("mixed", torch.randn(1000).to(dtype))
+        report = audit(model, sgd(model))
+        assert [*report.findings["where"][report.findings.severity == "likely"]] == ["kept"] * broken, report
+
+
+def stepped(steps=20):
+    """A model and an optimizer that has taken steps."""
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer, factors=[1.0] * steps, loss=lambda output: 1e-2 * squares(output))
+    return model, optimizer
+
+
+def loaded(model, states, mine=None):
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.load_state_dict(states)
+    with watch(model, optimizer, mine, save=None) as seen:
+        train(model, optimizer, mine, [1.0] * 3, dtype=FP16 if mine else None)
+    return audit(model, optimizer), seen.report
+
+
+def test_moments_that_a_checkpoint_compressed():
+    model, optimizer = stepped()
+    states = copy.deepcopy(optimizer.state_dict())
+    assert not any(map(worst, loaded(model, states)))
+    for state in states["state"].values():
+        state |= {key: state[key].half() for key in ("exp_avg", "exp_avg_sq")}
+    report = loaded(model, states)[1]
+    found(report, "AdamW's second moment is 0, as in fp16, where the first is not", "certain")
+    found(report, "all numbers of the float32 state exp_avg are float16's", "likely")
+
+
+def test_a_resumed_run_whose_scaler_starts_over():
+    model, optimizer = stepped()
+    kept = scaler(init_scale=2.0**12)
+    train(model, optimizer, kept, [1.0] * 3, FP16)
+    states, mine = optimizer.state_dict(), scaler()
+    found(audit(model, optimizer, mine), "the optimizer has taken steps before, the scaler counts none", "likely")
+    found(loaded(model, states, mine)[1], "the optimizer has taken steps before, the scaler counts none", "likely")
+    mine = scaler()
+    mine.load_state_dict(kept.state_dict())
+    assert not worst(loaded(model, states, mine)[1])
+    run = Run()
+    with watch(run.model, save=None) as seen:  # it meets the second optimizer when the first has stepped
+        run.scaled()
+        for one in (sgd(run.model[0], momentum=0.9), sgd(run.model[2], momentum=0.9)):
+            run.mine.step(one)
+        run.mine.update()
+    assert not worst(seen.report), seen
+
+
+class Adapted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.base = nn.Linear(32, 32).bfloat16().requires_grad_(False)
+        self.down, self.up = nn.Parameter(torch.randn(4, 32) / 32), nn.Parameter(torch.zeros(32, 4))
+
+    def forward(self, x):
+        return self.base(x.bfloat16()).float() + x @ self.down.T @ self.up.T
+
+    @torch.no_grad()
+    def merge(self):
+        self.base.weight += (self.up @ self.down).bfloat16()
+        self.up.zero_()
+
+
+def test_adapters_that_a_base_of_16_bits_rounds_away():
+    for size, broken in ((1e-4, True), (1.0, False)):
+        model = Adapted()
+        nn.init.normal_(model.up, 0, size)
+        assert ("adapters would lose" in str(audit(model))) == broken
+        with watch(model, sgd(model, lr=1e-4), save=None) as seen:
+            model.merge()
+        assert ("adapters were merged into weights of 16 bits" in str(seen)) == broken, seen
+
+
+def test_fused_momentum_is_told_before_a_first_step_that_may_be_skipped():
+    model, scaler = network(), torch.amp.GradScaler("cpu")
+    fused, plain = (torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, fused=fused) for fused in (True, False))
+    words = "the momentum of a fused SGD"
+    assert words in str(audit(model, fused, scaler))
+    assert words not in str(audit(model, fused)) and words not in str(audit(model, plain, scaler))
+    model(torch.ones(2, 8)).sum().backward()
+    fused.step()
+    assert words not in str(audit(model, fused, scaler))
