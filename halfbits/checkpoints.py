@@ -198,8 +198,9 @@ def worst(table: pd.DataFrame, count: int = 3) -> pd.DataFrame:
     unscaled = [name for name, recipe in _RECIPES.items() if recipe.scale is None]
     share = table["overflows"] / table["numbers"]
     lost = share.where(table["format"].isin(unscaled), 0)
-    ordered = table.assign(lost=lost).sort_values(["lost", "error"], ascending=False, kind="stable")
-    return ordered.drop(columns="lost").groupby("format", sort=False).head(count)
+    ranked = table.assign(order=pd.factorize(table["format"])[0], lost=lost)
+    ranked = ranked.sort_values(["order", "lost", "error"], ascending=[True, False, False])
+    return ranked.drop(columns=["order", "lost"]).groupby("format").head(count)
 
 
 def _part_losses(stored, formats, pool):

@@ -279,8 +279,13 @@ def _scan(options):
     if options.json:
         _show(options, table)
         return
-    print(f"{table['tensor'].nunique():,} tensors, {summary(table)['numbers'].max():,} numbers\n")
-    print(_in_percent(summary(table)).to_string(index=False))
+    if table.empty:
+        raise ValueError(f"{options.path} has no floating-point tensors. {' '.join(table.attrs['notes'])}")
+    whole = summary(table)
+    print(f"{table['tensor'].nunique():,} tensors, {whole['numbers'].max():,} numbers\n")
+    if whole["nonfinite"].any():
+        print(f"{whole['nonfinite'].max():,} numbers are inf or NaN already.\n")
+    print(_in_percent(whole).to_string(index=False))
     matrices = table[table["dimensions"] > 1]
     if len(matrices):
         print("\nThe largest losses in matrices:\n")

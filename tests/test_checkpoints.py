@@ -189,6 +189,7 @@ def test_the_summary_adds_squares_and_names_the_worst_tensor(tmp_path):
     assert (row["numbers"], row["overflows"], row["worst"]) == (768, 1, "huge")
     rest = table[(table["tensor"] != "huge") & (table["format"] == "fp16")]
     assert worst(rest)["tensor"].tolist() == ["small", "large"]
+    assert list(worst(table, 1)["format"]) == list(SCANNED_FORMATS)
     assert row["zeros"] == rest["zeros"].sum()
     assert row["zeros"] > 0
     # What is cut off in MXFP8 is a part of its error, so it does not come first.

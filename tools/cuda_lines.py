@@ -40,7 +40,7 @@ def variables(folder):
 
 
 def note(folder):
-    """Begin to note in `folder` which lines of our packages and of cells this process runs; `save()` what it returns."""
+    """Begin to note in `folder` which lines of packages and cells this process runs; `save()` what it returns."""
     include = [f"{ROOT}/halfbits/*", f"{ROOT}/helpers/*", "*/ipykernel_*/*"]
     noted = coverage.Coverage(data_file=Path(folder, "lines"), data_suffix=True, include=include)
     noted.set_option("run:disable_warnings", ["no-data-collected"])
