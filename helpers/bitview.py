@@ -1,13 +1,13 @@
 """The bits of a number, to look at (`BitView`) and to click at (`explore_bits`)."""
 
 import math
-from fractions import Fraction
 from html import escape
 
 import ipywidgets as widgets
 import numpy as np
 from IPython.display import display
 
+from halfbits.cli import parse_number
 from halfbits.formats import FORMATS
 
 # The formats that the explorer offers, here and on the site.
@@ -144,24 +144,6 @@ def _number_line(view):
     return f'<svg viewBox="0 0 640 130" {look}>{drawing}</svg>'
 
 
-def _parse(text):
-    """What a reader typed: a value (float) as 0.1, 2^-24, 1/3 or inf, or a code (int) as 0x3c00."""
-    text = text.strip().lower().replace("**", "^").replace("\N{MINUS SIGN}", "-")
-    try:
-        if text.startswith(("0x", "0b")):
-            return int(text, 0)
-        base, power, exponent = text.removeprefix("-").partition("^")
-        value = float(Fraction(base) if "/" in base else base)
-        if power:
-            value **= float(exponent)
-        return -value if text.startswith("-") else value
-    except ArithmeticError:
-        raise ValueError(f"{text} is too large, or a division by zero.") from None
-    except ValueError:
-        tries = "Try 0.1, 1e-8, 2^-24, 1/3, inf, or bits: 0x3c00."
-        raise ValueError(f"{text!r} is not a number. {tries}") from None
-
-
 class _Explorer:
     """The widgets of `explore_bits`. What is clicked or typed makes a new BitView, which `show`
     draws."""
@@ -206,7 +188,7 @@ class _Explorer:
     def read_number(self, change):
         if not self.writing:
             try:
-                self.show(BitView(_parse(change["new"]), self.view.format.name))
+                self.show(BitView(parse_number(change["new"]), self.view.format.name))
             except (TypeError, ValueError) as error:
                 self.problem.value = f"<b>{escape(str(error))}</b>"
 

@@ -336,126 +336,49 @@ def calculator(
     _show([bars, limit, words], inputs, title, text, offset=24, **size)
 
 
-def step_times(rows, ways, title, start):
-    """What a training step's time is made of, a bar for each way to take it, by inputs that choose among the rows.
+def cast_map(traces: dict[str, pd.DataFrame], title: str) -> None:
+    """Networks op by op, a line for each part, in the order of running; an input chooses one.
 
-    `rows`: a DataFrame with columns `way`, `kind` (of op, or "idle"), `ms`, and one for each input. `ways` are named
-    from top to bottom; the first is what the others are compared with. `start`: where each input begins, by its column.
+    An op has the colour of the dtype that it returns, and half the height where that has 16 bits; a
+    triangle before it is an activation that autocast casts. Pointing at an op names it. `traces`:
+    what `halfbits.trace_casts` returns, by network. Views and integers are left out.
     """
-    names, kinds = [*start], _distinct(rows.kind)
-    inputs = [_select(name, _distinct(rows[name]), start[name]) for name in names]
-    shades = ["#4f6d8f", "#8fa9c4", "#c4c4c4", "#eba79e"]  # the last as in `timeline`
-    color = alt.Color("kind:N", scale=alt.Scale(domain=kinds, range=shades[-len(kinds) :]), sort=kinds)
-    y = alt.Y("way:N", title=None, scale=alt.Scale(domain=ways))
-    bars = _chosen(rows.round(3), *names).transform_calculate(order=f"indexof({json.dumps(kinds)}, datum.kind)")
-    x = alt.X("ms:Q", title=f"ms a step; times as fast as {ways[0]}")
-    bars = bars.mark_bar(height=30).encode(x, y, color, order="order:Q")
-    totals = rows.groupby([*names, "way"], sort=False, as_index=False).ms.sum()
-    first = totals.ms.where(totals.way == ways[0]).groupby([totals[name] for name in names]).transform("first")
-    faster = (first / totals.ms).map(", {:.1f} times as fast".format).mask(totals.way == ways[0], "")
-    totals["says"] = totals.ms.map("{:.3g} ms".format) + faster
-    ends = _chosen(totals, *names).mark_text(dx=6, baseline="middle", fontSize=13)
-    ends = ends.encode(x, y, text="says:N")
-    text = f"Bars of time with {len(names)} inputs: {title}. {', '.join(names).capitalize()}."
-    _show([bars, ends], inputs, title, text, width=WIDTH - 180, height=40 * len(ways))
-
-
-def verdicts(intervals, title, margins, start):
-    """What a test of "not worse" says by the number of runs and by its margin, which a slider moves.
-
-    `intervals`: a DataFrame with columns `arm`, `seeds`, `value`, `low` and `high`. `margins`: the slider's values, in
-    percent more errors.
-    """
-    margin = _slider("margin", "margin: so many percent more errors ", margins, start)
-    verdict = "datum.high < 1 + margin / 100 ? 'not worse' : datum.low > 1 + margin / 100 ? 'worse' : 'undecided'"
-    color = alt.Color("verdict:N", scale=_colors(["not worse", "undecided", "worse"]))
-    y = alt.Y("low:Q", title="errors, FP32 = 1, 90% interval", scale=alt.Scale(zero=False))
-    width = WIDTH // 2 - 40
-    limit = alt.Chart(pd.DataFrame({"one": [1]})).transform_calculate(limit="1 + margin / 100")
-    line = limit.mark_rule(strokeDash=[6, 3]).encode(y="limit:Q")
-    words = limit.transform_calculate(says="'dashed: margin ' + margin + '%'")
-    words = words.mark_text(x=width, y=0, align="right", fontSize=12).encode(text="says:N")
-    panels = []
-    for arm, rows in intervals.round(4).groupby("arm", sort=False):
-        base = alt.Chart(rows).transform_calculate(verdict=verdict)
-        scale = alt.Scale(domain=[0, int(rows.seeds.max()) + 2], nice=False)  # room for the last interval
-        x = alt.X("seeds:Q", title="seeds in each arm", scale=scale)
-        bands = base.mark_rule(strokeWidth=6).encode(x, y, y2="high:Q", color=color)
-        dots = base.mark_point(filled=True, color="black", size=18, opacity=1).encode(x, y="value:Q")
-        name = alt.TitleParams(arm, fontWeight="normal")
-        panels.append(alt.layer(bands, dots, line, words).properties(title=name, width=width, height=200))
-    chart = alt.hconcat(*panels).resolve_scale(y="shared").add_params(margin)
-    chart = chart.properties(title=alt.TitleParams(title, offset=12))
-    show(chart, f"Intervals by the number of seeds, with a slider: {title}. The slider moves the margin.")
-
-
-def step_graph(dtypes, title, start):
-    """The tensors of a training step as a chain in rows of three, each in the colour of its dtype; an input chooses how
-    the step is taken.
-
-    `dtypes`: a DataFrame of formats' names ("fp32"), one row a tensor in the order of the step, one column a way to
-    take it. `start` is the way to begin with.
-    """
-    place = np.arange(len(dtypes))
-    y = place // 3
-    x = np.where(y % 2, 2 - place % 3, place % 3)  # every second row runs backwards
-    nodes = dtypes.rename_axis("tensor").reset_index().assign(x=x, y=y, name=dtypes.index.str.wrap(16).str.split("\n"))
-    nodes = nodes.melt(["tensor", "name", "x", "y"], var_name="way", value_name="dtype")
-    turns = np.select([y[1:] > y[:-1], x[1:] > x[:-1]], ["triangle-down", "triangle-right"], "triangle-left")
-    arrows = pd.DataFrame({"x": (x[1:] + x[:-1]) / 2, "y": (y[1:] + y[:-1]) / 2, "shape": turns})
-    way = _choice("way", "the step ", list(dtypes), start)
-    rows = int(y.max()) + 1
-    left = alt.X("left:Q", axis=None, scale=alt.Scale(domain=[-0.5, 2.5]))
-    top = alt.Y("top:Q", axis=None, scale=alt.Scale(domain=[-0.5, rows - 0.5], reverse=True))
-    middle = {"left": "datum.x", "top": "datum.y"}
-    corners = {"left": "datum.x - 0.42", "right": "datum.x + 0.42", "top": "datum.y - 0.38", "bottom": "datum.y + 0.38"}
-    heads = alt.Chart(arrows).transform_calculate(**middle)
-    heads = heads.mark_point(filled=True, size=160, color=NEUTRAL, opacity=1)
-    heads = heads.encode(left, top, shape=alt.Shape("shape:N", scale=None))
-    base = _chosen(nodes, "way")
-    color = alt.Color("dtype:N", scale=_colors(sorted(set(nodes.dtype))), legend=None)
-    boxes = base.transform_calculate(**corners).mark_rect(cornerRadius=6)
-    boxes = boxes.encode(left, top, x2="right", y2="bottom", color=color)
-    inside = base.transform_calculate(**middle)
-    words = {"align": "center", "color": "white", "fontSize": 17}
-    names = inside.mark_text(dy=-30, **words).encode(left, top, text="name:N")
-    types = inside.mark_text(dy=12, fontWeight="bold", **words).encode(left, top, text="dtype:N")
-    text = f"The tensors of a training step, coloured by dtype: {title}. An input chooses how the step is taken."
-    _show([heads, boxes, names, types], [way], title, text, width=WIDTH, height=100 * rows)
-
-
-def cast_map(traces, title):
-    """Networks op by op, a line for each part, in the order of running. An op has the colour of the dtype that it
-    returns, and half the height where that has 16 bits; a triangle before it is an activation that autocast casts.
-    Pointing at an op names it; an input chooses the network.
-
-    `traces`: what `autocast.trace_casts` returns, by the name of the network. Views and integers are left out.
-    """
-    ops = pd.concat([trace.assign(network=name, order=range(len(trace))) for name, trace in traces.items()])
+    ops = []
+    for name, trace in traces.items():
+        ops.append(trace.assign(network=name, order=range(len(trace))))
+    ops = pd.concat(ops)
     # "Net.layers.3.attn.proj" belongs to "layers.3", "Net.head.proj" to "head", and "Net" to "Net".
-    parts = ops.module.str.extract(r"^(?:\w+\.)?(.*?\.\d+|\w+)")[0]
-    ops = ops.assign(part=parts, dtype=ops.output.str.partition(",")[0]).drop(columns=["cast_bytes", "module"])
+    ops["part"] = ops.module.str.extract(r"^(?:\w+\.)?(.*?\.\d+|\w+)")[0]
+    ops["dtype"] = ops.output.str.partition(",")[0]
+    ops = ops.drop(columns=["cast_bytes", "module"])
     ops = ops[ops.dtype.str.contains("float") & ~ops.op.str.contains(VIEW)]
     ops["place"] = ops.groupby(["network", "part"]).cumcount()
     ops["thick"] = np.where(ops.dtype.str.contains("16"), 10, 20)
     ops["cast"] = ops.casts.str.extract(r"activation \w+ -> (\w+)")[0]
     ops["name"] = ops.op.str.extract(r"::(?:native_|_scaled_dot_product_\w+_)?(\w+)")[0]
-    ops.loc[ops.groupby("network").place.transform("max") > 11, "name"] = ""  # no room
+    crowded = ops.groupby("network").place.transform("max") > 11
+    ops.loc[crowded, "name"] = ""
     network = _choice("network", "network ", list(traces), next(iter(traces)))
-    at = {"y": alt.Y("part:N", title=None, sort=alt.EncodingSortField("order", op="min"))}
-    at["x"] = alt.X("place:Q", title="ops, in the order of running", axis=alt.Axis(labels=False, ticks=False))
-    base = _chosen(ops, "network").encode(**at, tooltip=list(ops)[:4])
+    y = alt.Y("part:N", title=None, sort=alt.EncodingSortField("order", op="min"))
+    axis = alt.Axis(labels=False, ticks=False)
+    x = alt.X("place:Q", title="ops, in the order of running", axis=axis)
+    base = _chosen(ops, "network").encode(x=x, y=y, tooltip=list(ops)[:4])
     color = alt.Color("dtype:N", scale=_colors(sorted(set(ops.dtype), reverse=True)))
     boxes = base.transform_calculate(end="datum.place + 0.96").mark_bar()
     boxes = boxes.encode(x2="end:Q", size=alt.Size("thick:Q", scale=None), color=color)
+    look = {"color": "white", "fontSize": 9, "fontWeight": "bold"}
     names = base.transform_calculate(middle="datum.place + 0.48")
-    names = names.mark_text(align="center", baseline="middle", color="white", fontSize=9, fontWeight="bold")
+    names = names.mark_text(align="center", baseline="middle", **look)
     names = names.encode(x="middle:Q", text="name:N")
-    shapes = alt.Scale(domain=["float16", "bfloat16", "float32"], range=["triangle-down"] * 2 + ["triangle-up"])
-    casts = base.transform_filter("isValid(datum.cast)").mark_point(filled=True, size=50, color="black", opacity=1)
+    dtypes = {"float16": "triangle-down", "bfloat16": "triangle-down", "float32": "triangle-up"}
+    shapes = alt.Scale(domain=list(dtypes), range=list(dtypes.values()))
+    casts = base.transform_filter("isValid(datum.cast)")
+    casts = casts.mark_point(filled=True, size=50, color="black", opacity=1)
     casts = casts.encode(shape=alt.Shape("cast:N", scale=shapes, legend=None))
-    text = f"The ops of networks, coloured by dtype, with an input: {title}. It chooses the network."
-    _show([boxes, names, casts], [network], title, text, width=WIDTH - 60, height=alt.Step(22))
+    text = f"The ops of networks, coloured by dtype, with an input: {title}. "
+    size = {"width": WIDTH - 60, "height": alt.Step(22)}
+    layers = [boxes, names, casts]
+    _show(layers, [network], title, text + "It chooses the network.", **size)
 
 
 def walk(paths: dict[tuple[str, int], list[float]], unit: float, title: str, start: int) -> None:
@@ -516,17 +439,21 @@ def walk(paths: dict[tuple[str, int], list[float]], unit: float, title: str, sta
     _show([has, dots, total, result], inputs, title, text, offset=8, **size)
 
 
-def replay(trace, fast=None):
-    """When a step's kernels ran, or would run if each were `fast` times as fast: rows for `plots.strips`, in ms.
+def replay(trace: dict, fast: float | None = None) -> pd.DataFrame:
+    """When a step's kernels ran, or would run if each were `fast` times as fast: rows for
+    `plots.strips`, in ms.
 
-    `trace` is the results of a record of "08 published traces". A kernel starts when the CPU has launched it and the
-    kernel before has ended. The CPU never waits, but for the copy `waits_for`; of four steps the last is returned.
+    `trace` is the results of a record of "08 published traces". A kernel starts when the CPU has
+    launched it and the kernel before has ended. The CPU never waits, but for the copy `waits_for`;
+    of four steps the last is returned.
     """
     times = list(zip(trace["started"], np.add(trace["started"], trace["took"])))
     until = times[0][0] + trace["recorded"]
-    cpu = gpu = 0.0
+    cpu = 0.0
+    gpu = 0.0
     for _ in range(4 if fast else 0):
-        begin, times = cpu, []
+        begin = cpu
+        times = []
         for number, (launched, took) in enumerate(zip(trace["launched"], trace["took"])):
             start = max(begin + launched, gpu)
             gpu = start + took / fast
@@ -537,68 +464,43 @@ def replay(trace, fast=None):
         until = max(cpu + trace["launched"][0], gpu)
     load = until - trace["launched"][0]
     spans = [("step", times[0][0], until), ("load", load, load + trace["loading"])]
-    rows = pd.DataFrame(spans + [("compute", *time) for time in times], columns=["work", "start", "end"])
+    spans += [("compute", start, end) for start, end in times]
+    rows = pd.DataFrame(spans, columns=["work", "start", "end"])
     rows[["start", "end"]] -= times[0][0]
     return rows
 
 
-def timeline(rows, parts, title):
+def timeline(rows: pd.DataFrame, parts: list[str], title: str) -> None:
     """When each part of a machine works.
 
-    `rows`: a DataFrame, one row a busy time, with columns `part`, `work`, `name`, `start` and `end` (ms). `parts` are
-    named from top to bottom; the last is the device: where it is idle, its line is light red. `name` says what each
-    time is: written on the first kind of work, or above it where it is short, and shown where one points.
+    `rows`: one row per busy time, with columns `part`, `work`, `name`, `start` and `end` (ms).
+    `parts` are named from top to bottom; the last is the device: where it is idle, its line is
+    light red. `name` says what each time is: written on the first kind of work, or above it where
+    it is short, and shown where one points.
     """
-    work, device, end = _distinct(rows.work), parts[-1], float(rows.end.max())
+    work = _distinct(rows.work)
+    end = float(rows.end.max())
     rows = rows.assign(length=rows.end - rows.start, middle=(rows.start + rows.end) / 2).round(3)
-    room, named = rows.length > 0.05 * end, rows.work == work[0]
-    rows["says"], rows["above"] = rows.name.where(named & room, ""), rows.name.where(named & ~room, "")
-    rest = alt.Data(values=[{"part": device, "work": f"no {work[-1]}", "start": 0, "end": end}])
+    room = rows.length > 0.05 * end
+    named = rows.work == work[0]
+    rows["says"] = rows.name.where(named & room, "")
+    rows["above"] = rows.name.where(named & ~room, "")
+    idle = f"no {work[-1]}"
+    rest = alt.Data(values=[{"part": parts[-1], "work": idle, "start": 0, "end": end}])
     shades = ["#c4c4c4", COLORS["normal"], "#eba79e"]  # light, for dark words
-    color = alt.Color("work:N", scale=alt.Scale(domain=[*work, f"no {work[-1]}"], range=shades))
+    color = alt.Color("work:N", scale=alt.Scale(domain=[*work, idle], range=shades))
     x = alt.X("start:Q", title="ms", scale=alt.Scale(domain=[0, end], nice=False))
     y = alt.Y("part:N", title=None, scale=alt.Scale(domain=parts))
-    edge = alt.condition(f"datum.part != '{device}'", alt.value(1), alt.value(0))
     look = {"x": x, "y": y, "x2": "end:Q", "color": color}
-    idle = alt.Chart(rest).mark_bar().encode(**look)
-    busy = alt.Chart(rows).mark_bar(stroke="white").encode(**look, strokeWidth=edge, tooltip=["name:N", "length:Q"])
-    words = alt.Chart(rows).mark_text(fontSize=11, color="black").encode(alt.X("middle:Q", title="ms"), y)
-    layers = [idle, busy, words.encode(text="says:N")]
-    layers.append(words.mark_text(angle=315, yOffset=-20, fontSize=11).encode(text="above:N"))
+    edge = alt.condition(f"datum.part != '{parts[-1]}'", alt.value(1), alt.value(0))
+    busy = alt.Chart(rows).mark_bar(stroke="white")
+    busy = busy.encode(**look, strokeWidth=edge, tooltip=["name:N", "length:Q"])
+    words = alt.Chart(rows).mark_text(fontSize=11, color="black")
+    words = words.encode(alt.X("middle:Q", title="ms"), y)
+    above = words.mark_text(angle=315, yOffset=-20, fontSize=11).encode(text="above:N")
+    layers = [alt.Chart(rest).mark_bar().encode(**look), busy, words.encode(text="says:N"), above]
     text = f"When each part of the machine works: {title}."
     _show(layers, [], title, text, offset=8, width=WIDTH, height=36 * len(parts))
-
-
-def ring(held, title):
-    """A ring all-reduce, step by step, by a slider: whose numbers are in what each process has of each part.
-
-    held: integer tensors of shape (processes, parts), before the first step and after each: in the number of a process
-    and a part, bit p says that the numbers of process p are in the sum. A frame marks what came, an arrow its origin.
-    """
-    world, rows = len(held[0]), []
-    for step, now in enumerate(held):
-        came = (now != held[max(step - 1, 0)]).int().numpy()
-        says = "adds what the next one sends" if step < world else "takes over a sum that is complete"
-        says = f"step {step} of {len(held) - 1}: each {says if step else 'has its own numbers'}"
-        for (process, part), bits in np.ndenumerate(now.numpy()):
-            whose = ["abcdefgh"[other] for other in range(world) if bits >> other & 1]
-            has = "its own numbers" if len(whose) == 1 else "all" if len(whose) == world else "a part of the sum"
-            text = "\N{UPWARDS ARROW} " * came[process - 1, part] + " + ".join(whose)
-            place = {"process": f"process {process}: {'abcdefgh'[process]}", "part": f"part {part}", "sum": text}
-            rows.append({"step": step, **place, "has": has, "frame": 3 * int(came[process, part]), "says": says})
-    step = _slider("step", "step ", range(len(held)), 1)
-    base = _chosen(pd.DataFrame(rows), "step")
-    bare = {"title": None, "scale": alt.Scale(padding=0.1)}
-    x = alt.X("part:N", axis=alt.Axis(orient="top", labelAngle=0, ticks=False, domain=False), **bare)
-    y = alt.Y("process:N", axis=alt.Axis(ticks=False, domain=False), **bare)
-    fills = {"its own numbers": "#dcdcdc", "a part of the sum": "#dcbfe0", "all": "#a6d6ae"}
-    color = alt.Color("has:N", scale=alt.Scale(domain=list(fills), range=list(fills.values())))
-    frame = alt.StrokeWidth("frame:Q", scale=None)
-    boxes = base.mark_rect(stroke="#333333").encode(x, y, color=color, strokeWidth=frame)
-    sums = base.mark_text(align="center", baseline="middle", color="black").encode(x, y, text="sum:N")
-    words = base.transform_aggregate(says="min(says)").mark_text(x=0, y=-44, fontWeight="bold").encode(text="says:N")
-    text = f"What {world} processes have of {world} parts, with a slider: {title}. The slider moves the step."
-    _show([boxes, sums, words], [step], title, text, offset=24, width=WIDTH - 80, height=44 * world)
 
 
 def switches(

@@ -13,13 +13,8 @@ import psutil
 
 
 @dataclass(frozen=True)
-class Launch:
-    """What a run of torchrun left.
-
-    status: its exit status. printed: for each rank all that it printed, also before a restart.
-    errors: for each rank the last line of its error output. message: why the run failed, "" if it
-    ended well.
-    """
+class _Launch:
+    """What a run of torchrun left."""
 
     status: int
     printed: list[str]
@@ -40,8 +35,11 @@ def torchrun(
     processes: int = 2,
     options: Sequence[str] = ("--standalone",),
     timeout: float = 120,
-) -> Launch:
+) -> _Launch:
     """Run `torchrun OPTIONS --nproc-per-node PROCESSES SCRIPT` to its end.
+
+    Returns its exit `status`; for each rank all that it `printed`, also before a restart, and the
+    last line of its `errors`; and a `message`, why the run failed, or "" if it ended well.
 
     `--standalone` is one machine, by the name localhost, and a free port. The processes share the
     cores evenly, and print without colours. If `timeout` seconds pass, or the notebook's stop
@@ -76,7 +74,7 @@ def torchrun(
         errors = [_last_line(_read(logs, rank, "stderr")) for rank in range(processes)]
         said = _last_line(report.read_text(errors="replace"))
     message = next(filter(None, errors), said) if agent.returncode else ""
-    return Launch(agent.returncode, printed, errors, message)
+    return _Launch(agent.returncode, printed, errors, message)
 
 
 def _last_line(text):

@@ -1,7 +1,5 @@
-"""The suite's figures, in one language.
-
-A format, a kind of memory and a fate of a number have one colour each, everywhere. A title says
-what is found, lines are named at their ends, and light and dark pages both do.
+"""The suite's figures, in one language: a colour for each number format, kind of memory and fate of a number, the same
+everywhere; a title that says what is found; lines named at their ends; readable on light pages and on dark ones.
 """
 
 import base64
@@ -9,19 +7,17 @@ import html
 import io
 import re
 import textwrap
-from collections.abc import Sequence
 from itertools import cycle
 
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
-import torch
+import seaborn as sns
 from IPython.display import display
 from matplotlib.patheffects import withStroke
-from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
-from numpy.typing import ArrayLike
+from matplotlib.ticker import MaxNLocator
 
-# Of middling lightness, for white and black pages; markers help colour-blind readers.
+# Of middling lightness, for white pages and black ones; told apart by colour-blind readers with the markers' help.
 COLORS = {
     # number formats
     "fp32": "#3b78c2",
@@ -45,12 +41,10 @@ COLORS = {
     "overflows": "#8e63c7",
 }
 # What arms, dtypes and columns are called; of two names in one, the first in this list counts.
-NAMES = {"tf32": "tf32", "bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16"}
-NAMES |= {"AMP": "fp16", "fp32": "fp32", "float32": "fp32"}
-NAMES |= {"fp8": "fp8", "e4m3": "fp8", "e5m2": "fp8"}
-NAMES |= {"fp6": "fp6", "e3m2": "fp6", "e2m3": "fp6", "fp4": "fp4", "e2m1": "fp4"}
-NAMES |= {name: name for name in COLORS}
-NAMES |= {"momentum": "optimizer", "not worse": "normal", "worse": "becomes 0"}
+NAMES = {"tf32": "tf32", "bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16", "AMP": "fp16"}
+NAMES |= {"fp32": "fp32", "float32": "fp32", "fp8": "fp8", "e4m3": "fp8", "e5m2": "fp8", "fp4": "fp4", "e2m1": "fp4"}
+NAMES |= {"fp6": "fp6", "e3m2": "fp6", "e2m3": "fp6"}
+NAMES |= {name: name for name in COLORS} | {"momentum": "optimizer", "not worse": "normal", "worse": "becomes 0"}
 NEUTRAL = "#767676"  # all else, and text; an arm that has decided nothing
 _in_style = plt.rc_context(  # around each function that draws
     {
@@ -69,8 +63,8 @@ _in_style = plt.rc_context(  # around each function that draws
 )
 
 
-def color_of(name: object) -> str:
-    """The colour of whatever `name` tells of: a format, a kind of memory, a fate; else grey.
+def color_of(name):
+    """The colour of whatever `name` tells of: a format, a kind of memory, a fate; else the neutral one.
 
     Examples
     --------
@@ -78,10 +72,13 @@ def color_of(name: object) -> str:
     (True, True)
     """
     name = str(name)
-    for word, kind in NAMES.items():
-        if word in name or word in name.lower():
-            return COLORS[kind]
-    return NEUTRAL
+    return next((COLORS[NAMES[word]] for word in NAMES if word in name or word in name.lower()), NEUTRAL)
+
+
+def _colors(names):
+    """The colours of parts that lie side by side; those without one of their own take turns in shades of grey."""
+    shades = cycle(["#5f5f5f", "#9a9a9a", "#7c7c7c", "#b8b8b8"])
+    return [color if color != NEUTRAL else next(shades) for color in map(color_of, names)]
 
 
 def _axes(title, height=3.0, **grid):
@@ -91,50 +88,46 @@ def _axes(title, height=3.0, **grid):
 
 
 def _show(figure, what, values, compared=None):
-    """Show the figure, at twice the page's resolution, with a text for whoever cannot see it.
-
-    The text says what it draws, and a number or words for each name. nbval compares `compared`, or
-    else `values`, each number to one digit, as what was trained differs between CPUs.
-    """
-    words = {}
-    for name, value in values.items():
-        words[name] = value if isinstance(value, str) else f"{value:,.3g}"
+    """Show the figure, at twice the page's resolution, with a text for whoever cannot see it: what it draws, and a
+    number or words a name. nbval compares `compared`, or else these `values`, each number to one digit: in the second
+    what was trained differs between CPUs."""
+    words = {name: value if isinstance(value, str) else f"{value:,.3g}" for name, value in values.items()}
     alt = f"{what}: {'; '.join(f'{name} {value}' for name, value in words.items())}."
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=2 * figure.dpi, transparent=True)
     width, height = (round(figure.dpi * inches) for inches in figure.get_size_inches())
     compared = words if compared is None else compared
     drawn = "; ".join(f"{name} {_to_one_digit(value)}" for name, value in compared.items())
-    picture = base64.b64encode(file.getvalue()).decode()
-    facts = {"alt": alt, "width": width, "height": height}
-    data = {"image/png": picture, "text/plain": f"<Figure>\n{drawn}"}
-    display(data, metadata={"image/png": facts}, raw=True)
+    picture = {"image/png": base64.b64encode(file.getvalue()).decode(), "text/plain": f"<Figure>\n{drawn}"}
+    display(picture, metadata={"image/png": {"alt": alt, "width": width, "height": height}}, raw=True)
     plt.close(figure)
 
 
 def _to_one_digit(words):
-    number = r"\d[\d,]*(\.\d+)?(e[-+]\d+)?"
-    return re.sub(number, lambda found: f"{float(found[0].replace(',', '')):.1g}", words)
+    return re.sub(r"\d[\d,]*(\.\d+)?(e[-+]\d+)?", lambda number: f"{float(number[0].replace(',', '')):.1g}", words)
 
 
 def _mark(axes, text, place):
-    """A dashed vertical line at a place on x, with words above; seen on bars and on dark pages."""
+    """A dashed vertical line at a place on x, with words above: dark and white, to be seen on bars and pages."""
     axes.axvline(place, color="#333333", gapcolor="white", linewidth=1, linestyle="--")
-    above = {"textcoords": "offset points", "ha": "center", "va": "bottom"}
-    axes.annotate(text, (place, 1), (0, 2), ("data", "axes fraction"), **above)
+    axes.annotate(text, (place, 1), (0, 2), ("data", "axes fraction"), "offset points", ha="center", va="bottom")
 
 
 def _mark_powers(axes):
-    """Ticks of logarithmic axes at powers of their base, at most nine; short ones written out."""
+    """Ticks of logarithmic axes at evenly spaced powers of 2 or 10, at most nine of them; short ones written out."""
     for axis in (axes.xaxis, axes.yaxis):
         if axis.get_scale() == "log":
             base = axis.get_transform().base
-            low, high = axis.get_view_interval()
-            short = base == 10 and high / low < 100
-            axis.set_major_locator(LogLocator(base, (1, 2, 5) if short else (1,), numticks=9))
-            axis.set_minor_locator(NullLocator())
-            if short or (low >= 0.001 and high <= 20_000):
+            low, high = np.log(axis.get_view_interval()) / np.log(base)
+            step = next(step for step in (1, 2, 4, 8, 16, 32, 64) if (high - low) / step <= 9)
+            ticks = base ** (step * np.arange(np.ceil(low / step), np.floor(high / step) + 1))
+            if len(ticks) < 2 and base == 10:
+                ticks = np.outer(10.0 ** np.arange(np.floor(low), np.ceil(high)), [1, 2, 5]).flatten()
+                ticks = ticks[(ticks >= base**low) & (ticks <= base**high)]
+            axis.set_ticks(ticks)
+            if len(ticks) and ticks[0] >= 0.01 and ticks[-1] < 10_000:
                 axis.set_major_formatter("{x:g}")
+            axes.minorticks_off()
 
 
 def _shade(axes, regions):
@@ -142,113 +135,76 @@ def _shade(axes, regions):
     for text, (start, end) in regions.items():
         axes.axvspan(start, end, color=color_of(text), alpha=0.15, linewidth=0)
         middle = np.sqrt(start * end) if axes.get_xscale() == "log" else (start + end) / 2
-        place = {"xycoords": ("data", "axes fraction"), "ha": "center", "va": "top"}
-        axes.annotate(text, (middle, 0.97), color=NEUTRAL, **place)
+        axes.annotate(text, (middle, 0.97), xycoords=("data", "axes fraction"), ha="center", va="top", color=NEUTRAL)
 
 
 def _name_ends(axes, lines):
-    """The name of each line in its colour, right of its end, `{name: (x, y)}`.
-
-    Names that would touch move apart.
-    """
-    axes.autoscale_view()  # now, or a later change of the limits moves the lines away
+    """The name of each line in its colour, right of its end, `{name: (x, y)}`; names that would touch move apart."""
+    axes.autoscale_view()  # now, or a later change of the limits moves the lines away from their names
     place = (axes.transData - axes.transAxes).transform
-    ends = {name: place((axes.convert_xunits(x), y)) for name, (x, y) in lines.items()}
+    ends = {name: place((axes.convert_xunits(x), y)) for name, (x, y) in lines.items()}  # x may be a word
     last = max(x for x, _ in ends.values())
     above = -np.inf
     for name, (x, y) in sorted(ends.items(), key=lambda end: end[1][1]):
         above = max(y, above + 0.25 / axes.figure.get_figheight())
-        at = {"xy": (1.01, above), "va": "center"}
-        if x < last:
-            at = {"xy": (x + 0.01, above), "va": "top"}
-        look = {"color": color_of(name), "annotation_clip": False}
-        axes.annotate(name, xycoords="axes fraction", **look, **at)
-
-
-def _name_peaks(axes, lines):
-    """A dot at the largest number of each line, `{name: Series}`, with its name and number."""
-    late = 0.75 * max(axes.get_xlim())  # there is no room on the right of later ones
-    for name, line in lines.items():
-        peak = (line.idxmax(), line.max())
-        color = color_of(name)
-        axes.plot(*peak, "o", color=color)
-        at = {"xytext": (0, 5), "ha": "center"}
-        if peak[0] >= late:
-            at = {"xytext": (-7, -3), "ha": "right"}
-        words = f"{name}: {peak[1]:,.3g}"
-        axes.annotate(words, peak, textcoords="offset points", color=color, **at)
+        at = {"xy": (1.01, above), "va": "center"} if x == last else {"xy": (x + 0.01, above), "va": "top"}
+        axes.annotate(name, xycoords="axes fraction", color=color_of(name), annotation_clip=False, **at)
 
 
 @_in_style
-def bars(
-    values: pd.Series,
-    title: str,
-    unit: str,
-    low: pd.Series | None = None,
-    high: pd.Series | None = None,
-    reference: float | pd.Series | None = None,
-    named: str = "",
-    kinds: Sequence[str] | None = None,
-) -> None:
-    """Horizontal bars of a Series, each labelled with its number; `low` and `high` add intervals.
+def bars(values, title, unit, low=None, high=None, reference=None, named="", kinds=None):
+    """Horizontal bars of a Series, each labelled with its number; `low` and `high` (Series) add intervals.
 
-    A bar that names a format has its colour; `kinds`, a word per bar, says otherwise what each is.
-    `reference` draws a vertical line, `named` so, or as a Series a tick on each bar. An interval
-    that contains it decided nothing, and its bar is hatched.
+    A bar that names a format has its colour; `kinds`, a word a bar, says otherwise what each is. `reference` draws a
+    vertical line, `named` so, or as a Series a tick on each bar. An interval that contains it decided nothing: hatched.
 
     Examples
     --------
-    >>> speed = pd.Series({"FP32": 1.0, "bf16": 1.6})
-    >>> bars(speed, "bf16 is more than half as fast again", "FP32 = 1")  # doctest: +SKIP
+    >>> bars(pd.Series({"FP32": 1.0, "bf16": 1.6}), "bf16 is 1.6 times as fast", "FP32 = 1")  # doctest: +SKIP
     """
     axes = _axes(title, 0.9 + 0.42 * len(values))
-    colors = [color_of(kind) for kind in (values.index if kinds is None else kinds)]
-    colors = [color.replace(NEUTRAL, "#9a9a9a") for color in colors]
-    numbers = values.map("{:,.3g}".format)
-    words = numbers
-    ends = values
-    look = {"height": 0.65, "capsize": 4, "ecolor": "#333333", "edgecolor": "white", "linewidth": 0}
+    colors = [color.replace(NEUTRAL, "#9a9a9a") for color in map(color_of, values.index if kinds is None else kinds)]
+    words = numbers = values.map("{:,.3g}".format)
+    ends, error, hatches = values, None, None
     if low is not None:
         words = numbers + low.map(", from {:,.3g}".format) + high.map(" to {:,.3g}".format)
-        ends = high
-        look["xerr"] = [(values - low).clip(lower=0), (high - values).clip(lower=0)]
+        ends, error = high, [(values - low).clip(lower=0), (high - values).clip(lower=0)]
         if reference is not None:
             undecided = (low <= reference) & (reference <= high)
             colors = ["0.75" if grey else color for grey, color in zip(undecided, colors)]
-            look["hatch"] = ["//" if grey else "" for grey in undecided]
+            hatches = ["//" if grey else "" for grey in undecided]
             holds = "its tick" if isinstance(reference, pd.Series) else f"{reference:g}"
             unit += f"; hatched: the interval contains {holds}" if undecided.any() else ""
-    drawn = axes.barh(values.index, values, color=colors, **look)
+    look = {"color": colors, "hatch": hatches, "ecolor": "#333333", "edgecolor": "white", "linewidth": 0}
+    drawn = axes.barh(values.index, values, xerr=error, capsize=4, height=0.65, **look)
     halo = [withStroke(linewidth=3, foreground="white")]  # seen on bars and dark pages
-    for part in drawn.errorbar.get_children() if drawn.errorbar else ():
-        part.set_path_effects(halo)
-    furthest = max(ends)
+    for line in drawn.errorbar.lines[1] + drawn.errorbar.lines[2] if drawn.errorbar else ():
+        line.set_path_effects(halo)
     if isinstance(reference, pd.Series):
-        axes.scatter(reference, values.index, marker="|", s=700, c="#333333", path_effects=halo)
+        axes.scatter(reference, values.index, marker="|", s=700, color="#333333", zorder=3, path_effects=halo)
     elif reference is not None:
         _mark(axes, named, reference)
-    if reference is not None:
-        furthest = max(furthest, np.max(reference))
-    for row, (number, end) in enumerate(zip(numbers, ends)):
-        axes.annotate(number, (end, row), (6, 0), textcoords="offset points", va="center")
+    inside = [False] * len(values)
+    if reference is not None:  # no number on the line, or beyond it
+        inside = (ends < reference) & (ends > reference - 0.12 * max(ends))
+    for row, (number, end, start, within) in enumerate(zip(numbers, ends, values if low is None else low, inside)):
+        place, side, gap = (start, "right", -6) if within else (end, "left", 6)
+        look = {"path_effects": halo, "color": "#333333"} if within else {}
+        axes.annotate(number, (place, row), (gap, 0), textcoords="offset points", va="center", ha=side, **look)
+    furthest = max(ends) if reference is None else max(*ends, np.max(reference))
     axes.set(xlabel=textwrap.fill(unit, 56), xlim=(0, 1.15 * furthest))
     axes.invert_yaxis()
-    # The middle of an interval differs less between CPUs than its ends.
-    _show(axes.figure, f"Bar chart: {title}. {unit}", words, compared=numbers)
+    _show(axes.figure, f"Bar chart: {title}. {unit}", words, numbers)  # the middle of an interval is steadier
 
 
 @_in_style
-def stacked_bars(table: pd.DataFrame, title: str, unit: str) -> None:
-    """One horizontal bar per row of `table`, made of its columns, in colours and hatches."""
+def stacked_bars(table, title, unit):
+    """One horizontal bar a row of `table`, made of its columns; hatched so that grey print tells them apart."""
     axes = _axes(title, 1.3 + 0.42 * len(table))
-    totals = table.sum(axis=1)
-    left = 0
-    greys = cycle(["#5f5f5f", "#9a9a9a", "#7c7c7c", "#b8b8b8"])
-    for column, hatch in zip(table, cycle(["", "//", "..", "xx", "--"])):
-        color = color_of(column)
-        color = next(greys) if color == NEUTRAL else color
-        look = {"color": color, "hatch": hatch, "edgecolor": "white", "linewidth": 0}
-        drawn = axes.barh(table.index, table[column], 0.65, left, label=column, **look)
+    totals, left = table.sum(axis=1), 0
+    for column, color, hatch in zip(table, _colors(table), cycle(["", "//", "..", "xx", "--"])):
+        look = {"color": color, "hatch": hatch, "edgecolor": "white", "linewidth": 0, "label": column}
+        drawn = axes.barh(table.index, table[column], left=left, height=0.65, **look)
         left = left + table[column]
     axes.bar_label(drawn, totals.map("{:,.3g}".format), padding=6)
     axes.set(xlabel=unit, xlim=(0, 1.15 * max(totals)))
@@ -259,83 +215,60 @@ def stacked_bars(table: pd.DataFrame, title: str, unit: str) -> None:
 
 
 @_in_style
-def curves(
-    table: pd.DataFrame,
-    x: str,
-    y: str,
-    by: str,
-    title: str,
-    log2: Sequence[str] = (),
-    log10: Sequence[str] = (),
-    from_zero: bool = True,
-    shade: dict[str, tuple[float, float]] | None = None,
-    peaks: bool = False,
-) -> None:
-    """One line for each value of column `by`: the mean of `y`, in a band from min to max.
+def curves(table, x, y, by, title, log2=(), log10=(), from_zero=True, shade=None, peaks=False):
+    """One line for each value of column `by`: the mean of `y`, in a band from min to max. Its name stands at its end;
+    with `peaks`, a dot, name and number stand at its largest mean. Few points get markers. `x` may hold words.
 
-    A line's name stands at its end, or with `peaks` beside a dot at its largest mean. Few points
-    get markers. `x` may hold words. log2, log10: the columns whose axes are logarithmic. from_zero:
-    the linear y axis begins at 0. shade: `{what happens there: (from, to)}` on x.
+    log2, log10: lists of the columns whose axes are logarithmic. from_zero: the linear y axis begins at 0.
+    shade: `{what happens there: (from, to)}` on x.
     """
     if table.empty:
         print(f"{title}: nothing to draw")
         return
     axes = _axes(title, 3.6)
-    numeric = pd.api.types.is_numeric_dtype(table[x])
-    marked = table[x].nunique() <= 30
-    looks = zip(cycle(["-", "--", ":", "-."]), cycle("oXsPDv"))
-    means = {}
-    for (name, rows), (style, marker) in zip(table.groupby(by, sort=False), looks):
-        values = rows.groupby(x, sort=False)[y].agg(["mean", "min", "max"])
-        means[name] = values["mean"]
-        values = values.sort_index().dropna() if numeric else values.dropna()
-        color = color_of(name)
-        look = {"color": color, "linestyle": style, "marker": marker if marked else None}
-        axes.plot(values.index, values["mean"], markeredgewidth=0, **look)
-        band = {"color": color, "alpha": 0.2, "linewidth": 0}
-        axes.fill_between(values.index, values["min"], values["max"], **band)
-    logs = dict.fromkeys(log2, 2) | dict.fromkeys(log10, 10)
+    shade, logs = shade or {}, dict.fromkeys(log2, 2) | dict.fromkeys(log10, 10)
+    names = table[by].unique()
+    look = {"hue": by, "style": by, "palette": {name: color_of(name) for name in names}}
+    look |= {"markers": table[x].nunique() <= 30, "markeredgewidth": 0, "markersize": 7}
+    sns.lineplot(table, x=x, y=y, errorbar=("pi", 100), legend=False, ax=axes, **look)
+    # Only now: on logarithmic axes seaborn would draw geometric means.
     if x in logs:
         axes.set_xscale("log", base=logs[x])
-    elif numeric:
+    elif pd.api.types.is_numeric_dtype(table[x]):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     if y in logs:
         axes.set_yscale("log", base=logs[y])
-    _shade(axes, shade or {})
+    _shade(axes, shade)
     _mark_powers(axes)
+    means = table.groupby([by, x], sort=False)[y].mean().groupby(by, sort=False)
     if shade:
         axes.margins(y=0.15)  # room for the words
     if from_zero and y not in logs:
         axes.set_ylim(bottom=0)
     several = table.groupby([by, x])[y].nunique().max() > 1
     axes.set(xlabel=x, ylabel=f"{y}\nmean and range of the runs" if several else y)
-    words = {}
-    for name, line in means.items():
-        words[name] = f"from {line.iloc[0]:,.3g} to {line.iloc[-1]:,.3g}"
+    words = means.agg(lambda line: f"from {line.iloc[0]:,.3g} to {line.iloc[-1]:,.3g}")
     if peaks:
-        words = {name: line.max() for name, line in means.items()}
-        _name_peaks(axes, means)
-    elif len(means) > 1:
-        ends = {name: line.dropna() for name, line in means.items()}
-        _name_ends(axes, {name: (line.index[-1], line.iloc[-1]) for name, line in ends.items()})
-    compared = dict.fromkeys(means, "of several runs") if several else None  # CPUs differ in these
+        words = means.max()
+        late = 0.75 * max(axes.get_xlim())  # names of later peaks stand on the left: there is no room on the right
+        for name, line in means:
+            peak, color = (line.idxmax()[1], line.max()), color_of(name)
+            axes.plot(*peak, "o", color=color)
+            at = {"xytext": (0, 5), "ha": "center"} if peak[0] < late else {"xytext": (-7, -3), "ha": "right"}
+            axes.annotate(f"{name}: {peak[1]:,.3g}", peak, textcoords="offset points", color=color, **at)
+    elif len(names) > 1:
+        _name_ends(axes, {name: (line.dropna().index[-1][1], line.dropna().iloc[-1]) for name, line in means})
+    compared = dict.fromkeys(names, "of several runs") if several else None  # CPUs differ in such means
     _show(axes.figure, f"Line chart: {title}. {y} over {x}", words, compared)
 
 
 @_in_style
-def histogram(
-    values: ArrayLike,
-    title: str,
-    x: str,
-    edges: ArrayLike,
-    shade: dict[str, tuple[float, float]] | None = None,
-) -> None:
+def histogram(values, title, x, edges, shade=None):
     """How many of `values` lie between each two of `edges`, along an axis called `x`.
 
     shade: `{what becomes of them: (from, to)}`, whose colour the bars there have.
     """
-    axes = _axes(title)
-    shade = shade or {}
+    axes, shade = _axes(title), shade or {}
     counts, _, drawn = axes.hist(values, edges, color=NEUTRAL)
     for text, (start, end) in shade.items():
         for bar in drawn:
@@ -345,81 +278,61 @@ def histogram(
     axes.set(xlabel=x, ylabel="how many", xlim=(edges[0], edges[-1]))
     axes.margins(y=0.2 if shade else 0.05)  # room for the words above the bars
     fullest = counts.argmax()
-    middle = np.mean(edges[fullest : fullest + 2])
-    words = {"most": f"{counts[fullest]:,.0f} around {middle:,.3g}"}
-    for text, (start, end) in shade.items():
-        words[text] = f"from {start:,.3g} to {end:,.3g}"
-    _show(axes.figure, f"Histogram: {title}. How many by {x}", words)
+    most = {"most": f"{counts[fullest]:,.0f} around {np.mean(edges[fullest : fullest + 2]):,.3g}"}
+    places = {text: f"from {start:,.3g} to {end:,.3g}" for text, (start, end) in shade.items()}
+    _show(axes.figure, f"Histogram: {title}. How many by {x}", most | places)
 
 
 @_in_style
-def ranges(
-    table: pd.DataFrame,
-    title: str,
-    x: str,
-    over: dict[str, tuple[float, float]] | None = None,
-) -> None:
-    """A row per format: a bar from the smallest normal number to the largest, and a thin one down
-    to the smallest subnormal.
+def ranges(table, title, x, over=None):
+    """A row a format: a bar from the smallest normal number to the largest, and a thin one down to the smallest
+    subnormal; columns `subnormal`, `normal`, `max` and `says`, which is written beside the row.
 
-    table: columns `subnormal`, `normal`, `max` and `says`, which is written beside the row. over:
-    `{words: (from, to)}`, numbers that should fit, drawn behind the rows.
+    over: `{words: (from, to)}`, numbers that should fit, drawn behind the rows.
     """
     axes = _axes(title, 1.3 + 0.38 * len(table))
     for text, (start, end) in (over or {}).items():
         axes.axvspan(start, end, color=NEUTRAL, alpha=0.2, linewidth=0)
-        place = {"xycoords": ("data", "axes fraction"), "ha": "center", "va": "bottom"}
-        axes.annotate(text, (np.sqrt(start * end), 1), **place)
-    spans = {}
-    for row, each in enumerate(table.itertuples()):
-        color = color_of(each.Index)
-        axes.plot([each.subnormal, each.normal], [row, row], color=color, linewidth=3)
-        thick = {"linewidth": 11, "solid_capstyle": "butt"}
-        axes.plot([each.normal, each.max], [row, row], color=color, **thick)
-        place = {"xytext": (6, 0), "textcoords": "offset points", "va": "center"}
-        axes.annotate(each.says, (each.max, row), color=color, **place)
-        spans[each.Index] = f"{each.says}, from {each.subnormal:.3g} to {each.max:.3g}"
+        axes.annotate(text, (np.sqrt(start * end), 1), xycoords=("data", "axes fraction"), ha="center", va="bottom")
+    for row, bounds in enumerate(table.itertuples()):
+        color = color_of(bounds.Index)
+        axes.plot([bounds.subnormal, bounds.normal], [row, row], color=color, linewidth=3)
+        axes.plot([bounds.normal, bounds.max], [row, row], color=color, linewidth=11, solid_capstyle="butt")
+        at = {"xytext": (6, 0), "textcoords": "offset points", "va": "center", "color": color}
+        axes.annotate(bounds.says, (bounds.max, row), **at)
     axes.set_yticks(range(len(table)), table.index)
     axes.set_xscale("log", base=2)
     axes.set(xlabel=x, ylim=(len(table) - 0.4, -1))
     _mark_powers(axes)
+    spans = {row.Index: f"{row.says}, from {row.subnormal:.3g} to {row.max:.3g}" for row in table.itertuples()}
     _show(axes.figure, f"A row a format: {title}. {x}", spans)
 
 
 @_in_style
-def points(table: pd.DataFrame, x: str, by: str, title: str, reference: float, named: str) -> None:
-    """One dot per row of `table` at column `x`, in one line for each value of column `by`.
-
-    A tall mark is the mean, and a vertical line stands at `reference`, `named` so.
-    """
+def points(table, x, by, title, reference, named):
+    """One dot a row of `table` at column `x`, in one line for each value of column `by`, with the mean as a bar,
+    and a vertical line at `reference`, `named` so."""
     axes = _axes(title, 0.9 + 0.5 * table[by].nunique())
-    random = np.random.default_rng(0)
-    means = {}
-    for row, (name, values) in enumerate(table.groupby(by, sort=False)[x]):
-        heights = row + random.uniform(-0.2, 0.2, len(values))
-        axes.scatter(values, heights, color=color_of(name), alpha=0.7, linewidths=0)
-        means[name] = values.mean()
-    axes.scatter(means.values(), range(len(means)), marker="|", s=500, color=NEUTRAL)
+    palette = {name: color_of(name) for name in table[by].unique()}
+    sns.stripplot(table, x=x, y=by, hue=by, palette=palette, jitter=0.2, alpha=0.7, legend=False, ax=axes)
+    means = table.groupby(by, sort=False)[x].mean()
+    axes.scatter(means, means.index, marker="|", s=500, color=NEUTRAL, zorder=3)
     _mark(axes, named, reference)
-    axes.set_yticks(range(len(means)), means)
-    axes.set(xlabel=f"{x}; tall mark: the mean", ylim=(len(means) - 0.5, -0.5))
+    axes.set(xlabel=f"{x}; tall mark: the mean", ylabel="", ylim=(len(means) - 0.5, -0.5))
     _show(axes.figure, f"Dots and their mean: {title}. mean {x}", means)
 
 
 @_in_style
-def pictures(rows: dict[str, torch.Tensor], title: str) -> None:
-    """Rows of small pictures, `{name of the row: tensor}`, with numbers in [0, 1].
-
-    Of shape (n, height, width) they are drawn black on white, of (n, 3, height, width) in colour.
+def pictures(rows, title):
+    """Rows of small pictures, `{name of the row: tensor of shape (n, height, width)}` in [0, 1], black on white, or
+    (n, 3, height, width) in colour.
 
     Examples
     --------
     >>> pictures({"FP32": torch.rand(10, 8, 8)}, "Ten digits")  # doctest: +SKIP
     """
     count = max(len(row) for row in rows.values())
-    shape = {"nrows": len(rows), "ncols": count, "squeeze": False}
-    grid = _axes(title, 0.6 + 0.62 * len(rows), **shape)
-    words = {}
+    grid = _axes(title, 0.6 + 0.62 * len(rows), nrows=len(rows), ncols=count, squeeze=False)
     for line, (name, row) in zip(grid, rows.items()):
         for axes, picture in zip(line, row):
             picture = picture.permute(1, 2, 0) if picture.ndim == 3 else picture
@@ -428,26 +341,21 @@ def pictures(rows: dict[str, torch.Tensor], title: str) -> None:
             axes.set(xticks=[], yticks=[])
             axes.spines[:].set_visible(False)
         line[0].set_ylabel(name, rotation=0, ha="right", va="center", color=color_of(name))
-        words[name] = f"{len(row)} pictures, mean {row.float().mean():.2f}"
+    words = {name: f"{len(row)} pictures, mean {row.float().mean():.2f}" for name, row in rows.items()}
     _show(grid[0, 0].figure, f"Rows of pictures: {title}", words)
 
 
 @_in_style
-def strips(spans: pd.DataFrame, row: str, column: str, title: str) -> None:
-    """When a device works in one step and when it rests: a strip for each pair of values of columns
-    `row` and `column`, with as much green in each ms as it computes. Where it rests it is grey
-    while the loader works, else red.
+def strips(spans, row, column, title):
+    """When a device works in one step and when it rests: a strip for each value of columns `row` and `column` of a
+    DataFrame, with as much green in each ms as it computes. Where it rests it is grey while the loader works, else red.
 
-    spans: also columns `work` ("step", "load" or "compute"), `start` and `end` (ms); each strip has
-    one "step".
+    spans: also columns `work` ("step", "load" or "compute"), `start` and `end` (ms); each strip has one "step".
     """
-    rows = spans[row].unique()
-    columns = spans[column].unique()
-    shape = {"nrows": len(rows), "ncols": len(columns), "squeeze": False}
-    grid = _axes(title, 1.2 + 0.6 * len(rows), sharex=True, sharey=True, **shape)
-    looks = {"computes": COLORS["normal"], "waits for the loader": "#9a9a9a"}
-    looks["waits for launches"] = "#eba79e"
-    words = {}
+    rows, columns, words = spans[row].unique(), spans[column].unique(), {}
+    shape = {"nrows": len(rows), "ncols": len(columns), "squeeze": False, "sharex": True, "sharey": True}
+    grid = _axes(title, 1.2 + 0.6 * len(rows), **shape)
+    looks = {"computes": COLORS["normal"], "waits for the loader": "#9a9a9a", "waits for launches": "#eba79e"}
     for (name, how), mine in spans.groupby([row, column], sort=False):
         axes = grid[[*rows].index(name), [*columns].index(how)]
         (_, until), *load = mine.loc[mine.work != "compute", ["start", "end"]].to_numpy()
@@ -468,14 +376,14 @@ def strips(spans: pd.DataFrame, row: str, column: str, title: str) -> None:
         axes.set_ylabel(name, rotation=0, ha="right", va="center")
     for axes, how in zip(grid[-1], columns):
         axes.set_xlabel(f"ms, {how}")
-    boxes = [plt.Rectangle((0, 0), 1, 1, color=color, label=text) for text, color in looks.items()]
-    axes.figure.legend(handles=boxes, loc="outside lower left", ncols=3, frameon=False)
+    patches = [plt.Rectangle((0, 0), 1, 1, color=color, label=text) for text, color in looks.items()]
+    axes.figure.legend(handles=patches, loc="outside lower left", ncols=3, frameon=False)
     _show(axes.figure, f"Strips of a step: {title}", words)
 
 
-def show(table: pd.DataFrame | pd.Series, digits: int = 3) -> None:
-    """Show a table: text to the left, numbers to the right with `digits` significant digits, and no
-    index that only counts.
+def show(table, digits=3):
+    """Show a DataFrame or a Series as a table: text to the left, numbers to the right with `digits` significant digits,
+    no index that only counts.
 
     Examples
     --------
@@ -484,15 +392,11 @@ def show(table: pd.DataFrame | pd.Series, digits: int = 3) -> None:
     table = table.to_frame() if isinstance(table, pd.Series) else table
     table = table.rename_axis(None, axis="columns")
     texts = table.map(_digits, digits=digits)
-    sides = ["right" if kind.kind in "iuf" else "left" for kind in table.dtypes]
-    tags = ["td"] * texts.shape[1]
-    cells = texts
     counted = isinstance(table.index, pd.RangeIndex)
-    if not counted:
-        names = [name or "" for name in table.index.names]
-        sides = ["left"] * len(names) + sides
-        tags = ["th"] * len(names) + tags
-        cells = texts.reset_index(names=names, allow_duplicates=True)
+    names = [] if counted else [name or "" for name in table.index.names]
+    sides = ["left"] * len(names) + ["right" if kind.kind in "iuf" else "left" for kind in table.dtypes]
+    cells = texts if counted else texts.reset_index(names=names, allow_duplicates=True)
+    tags = ["th"] * len(names) + ["td"] * texts.shape[1]
     lines = [_line(["th"] * len(sides), cells, sides)]
     lines += [_line(tags, row, sides) for row in cells.itertuples(index=False, name=None)]
     page = "\n".join([" ", "<table>", *lines, "</table>"])  # a folded output shows its first line
@@ -500,7 +404,7 @@ def show(table: pd.DataFrame | pd.Series, digits: int = 3) -> None:
 
 
 def _line(tags, texts, sides):
-    """A row of HTML. Each cell has its own style: pages that are not trusted lose a style sheet."""
+    """A row of HTML; the style is each cell's own, as pages that are not trusted lose a style sheet."""
     look = "vertical-align: top; max-width: 26em; text-align: "
     cells = zip(tags, sides, [html.escape(str(text)) for text in texts])
     row = "".join(f'<{tag} style="{look}{side}">{text}</{tag}>' for tag, side, text in cells)

@@ -69,8 +69,9 @@ def prepare(networks: bool = False) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # what looks for a GPU by itself finds none
     if not SpecifierSet(PYTHON).contains(python_version()):
         raise NotReady(f"Python is {python_version()}. Choose a kernel with Python {PYTHON}.")
-    if not DATA.is_dir():
-        raise NotReady(f"There is no {DATA}. Put data/ beside helpers/.")
+    for folder in (DATA, DATA.parent / "halfbits"):
+        if not folder.is_dir():
+            raise NotReady(f"There is no {folder}. Put halfbits/, helpers/ and data/ side by side.")
     needs = [Requirement(need) for need in NEEDS.split()]
     old = [need for need in needs if _is_old(need)]
     missing = [need for need in needs if not _is_there(need)]
@@ -148,5 +149,16 @@ def _install(missing, *options):
         raise NotReady(f"{', '.join(left)} cannot be imported yet. {fix}.")
 
 
+def _copy_jupyter_settings():
+    """JupyterLab reads its settings in the environment, not in the folder where it is started."""
+    places = {"jupyter_server_config.json": "etc/jupyter", "overrides.json": "share/jupyter/lab/settings"}
+    for name, place in places.items():
+        settings = Path(sys.prefix, place, name)
+        if not settings.exists():  # somebody's own stay
+            settings.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(DATA.parent / "tools" / "jupyter" / name, settings)
+
+
 if __name__ == "__main__":
     prepare(networks=True)
+    _copy_jupyter_settings()

