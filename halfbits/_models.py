@@ -16,7 +16,7 @@ from halfbits._fake import made_on_meta
 KINDS = "timm:resnet50, hf:PATH of a folder with a config.json, or module:function"
 
 
-class Named(NamedTuple):
+class _Model(NamedTuple):
     """`build` makes the model. `inputs(shape)` makes what it is called with, `loss` a scalar of what it returns.
 
     `shape` is that of one image where it is known; () where the function makes the inputs too.
@@ -28,7 +28,7 @@ class Named(NamedTuple):
     shape: tuple | None
 
 
-def find_model(name: str) -> Named:
+def find_model(name: str) -> _Model:
     """The model of that name. Raises ValueError in one sentence where there is none."""
     kind, _, rest = name.partition(":")
     if not rest:
@@ -63,7 +63,7 @@ def _of_timm(name):
         raise ValueError(f"timm has no model {name!r}{near}; timm.list_models() lists all")
     size = timm.get_pretrained_cfg(name)
     shape = (1, *(size.input_size if size else (3, 224, 224)))
-    return Named(lambda: timm.create_model(name), _images, None, shape)
+    return _Model(lambda: timm.create_model(name), _images, None, shape)
 
 
 def _of_transformers(path):
@@ -85,7 +85,7 @@ def _of_transformers(path):
         make = getattr(transformers, architecture)
     else:
         make = transformers.AutoModelForCausalLM.from_config
-    return Named(lambda: make(config).train(), _tokens, attrgetter("loss"), None)
+    return _Model(lambda: make(config).train(), _tokens, attrgetter("loss"), None)
 
 
 def _of_a_function(module, function):
@@ -98,5 +98,5 @@ def _of_a_function(module, function):
     if not callable(make):
         raise ValueError(f"{module} has no function {function!r} that makes a model")
     if isinstance(made_on_meta(make), tuple):
-        return Named(lambda: make()[0], lambda shape: make()[1], None, ())
-    return Named(make, _images, None, None)
+        return _Model(lambda: make()[0], lambda shape: make()[1], None, ())
+    return _Model(make, _images, None, None)

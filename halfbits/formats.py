@@ -139,8 +139,8 @@ class FloatFormat:
         stays NaN. FP6 and FP4 have none: it becomes a zero of opposite sign, as in ml_dtypes. FNUZ
         has no -0: it becomes 0. Raises TypeError for values that are not real numbers.
 
-        PyTorch 2.15's own cast on the CPU, `tensor.to(torch.float8_e4m3fn)`, does what `saturate`
-        does: 500 and inf become 448. (Until 2.11 it gave NaN.) Its casts to float8_e5m2 (past the
+        PyTorch's own cast on the CPU, `tensor.to(torch.float8_e4m3fn)`, does what `saturate` does
+        since 2.13: 500 and inf become 448. (Up to 2.12 they became NaN.) Its casts to float8_e5m2 (past the
         maximum inf) and to the FNUZ formats (NaN) do what the default does.
 
         >>> e4m3 = FORMATS["fp8_e4m3fn"]

@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from packaging.version import Version
 
 from halfbits.formats import (
     BLOCK_FORMATS,
@@ -168,6 +169,8 @@ def test_fp32_decodes_as_in_numpy():
 @pytest.mark.parametrize("name", TORCH)
 def test_limits_are_torch_finfo_s(name):
     ours, theirs = FORMATS[name], torch.finfo(TORCH[name])
+    if name == "fp8_e5m2fnuz" and Version(torch.__version__) < Version("2.15"):
+        pytest.skip("finfo of older versions halves the eps of E5M2FNUZ")
     assert (ours.bits, ours.max, ours.smallest_normal, ours.eps) == (
         theirs.bits,
         theirs.max,
@@ -247,7 +250,7 @@ def test_torch_casts_as_the_docstring_of_encode_says(name):
     values = torch.from_numpy(ties_and_their_neighbours(name)).float()
     values = torch.cat([values, torch.tensor([500.0, 1e30, *SPECIAL])])
     theirs = values.to(TORCH[name])
-    saturates = name == "fp8_e4m3fn"
+    saturates = name == "fp8_e4m3fn" and Version(torch.__version__) >= Version("2.13")
     ours = FORMATS[name].decode(FORMATS[name].encode(values, saturate=saturates))
     assert np.array_equal(ours, theirs.double().numpy(), equal_nan=True)
     if saturates:
@@ -435,7 +438,7 @@ def blocks_of(block_size):
 
 def to_mx(values, name):
     """The scales and codes of torchao."""
-    from torchao.prototype.mx_formats import mx_tensor
+    mx_tensor = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
 
     element = {
         "mxfp8_e4m3": torch.float8_e4m3fn,
@@ -533,7 +536,7 @@ def next_to_ties_of_scales(largest):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("largest", [2688 * 2.0**-119, 1e-30, 0.013, 1.0, 1.37, 2688.0, 1e4, 3e38])
 def test_nvfp4_is_that_of_torchao(largest):
-    from torchao.prototype.mx_formats import nvfp4_tensor
+    nvfp4_tensor = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor")
 
     rows = blocks_of(16).astype(np.float64)
     rows = rows / np.maximum(np.abs(rows).max(-1, keepdims=True), 2.0**-140)
@@ -559,7 +562,7 @@ def test_nvfp4_is_that_of_torchao(largest):
 
 @pytest.mark.filterwarnings("ignore")
 def test_nvfp4_of_zeros_and_tiny_numbers_of_inf_and_nan():
-    from torchao.prototype.mx_formats import nvfp4_tensor
+    nvfp4_tensor = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor")
 
     zeros = np.zeros((2, 32), np.float32)
     assert same(NVFP4.round(-zeros), -zeros)
