@@ -12,7 +12,8 @@ import nbformat
 import numpy as np
 import pytest
 
-from helpers import measure, messages
+from halfbits import errors
+from helpers import measure
 from helpers.dataset import DATA, load_table, read_image
 from tools import invented
 from tools.execute import NOTEBOOKS, execute
@@ -103,7 +104,7 @@ def test_every_case_of_the_clinic_can_be_found_and_has_a_folded_fix():
     )
     (charts,) = re.findall(r"^## From symptom to case$.*?(?=^## )", prose(notebook), re.M | re.S)
     asked = set(re.findall(r"14_troubleshooting_clinic\.ipynb#([^)]+)\)", charts))
-    pasted = {case.partition("#")[2].replace(" ", "-") for case in messages.load().case if case.startswith("14_")}
+    pasted = {case.partition("#")[2].replace(" ", "-") for case in errors.messages().case if case.startswith("14_")}
     named = {case.replace(" ", "-") for case in cases}
     assert asked <= named <= asked | pasted, "a question or a message leads to each"
     fixes = [cell for cell in code_cells(notebook)[1:] if cell.metadata.get("jupyter", {}).get("source_hidden")]

@@ -92,7 +92,7 @@ def test_every_figure_has_a_text_of_its_own(pages):
         ("02_rounding_and_range", 3),
         ("04_autocast_op_tables", 1),
         ("05_amp_training_loop", 7),
-        ("06_predict_memory_and_speed", 10),
+        ("06_predict_memory_and_speed", 6),
         ("14_troubleshooting_clinic", 1),
     ],
 )
