@@ -3,8 +3,10 @@
 import importlib
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable
+from difflib import get_close_matches
 from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
@@ -13,7 +15,7 @@ import torch
 
 from halfbits._fake import made_on_meta
 
-KINDS = "timm:resnet50, hf:PATH of a folder with a config.json, or module:function"
+KINDS = "timm:NAME, hf:PATH of a folder with a config.json, or module:function"
 
 
 class _Model(NamedTuple):
@@ -58,7 +60,7 @@ def _tokens(shape):
 def _of_timm(name):
     timm = _needs("timm", "timm")
     if not timm.is_model(name):
-        like = timm.list_models(f"*{name}*")[:3] or timm.list_models(f"*{name[:6]}*")[:3]
+        like = get_close_matches(name, timm.list_models(), 3)
         near = f", near it are {', '.join(like)}" if like else ""
         raise ValueError(f"timm has no model {name!r}{near}; timm.list_models() lists all")
     size = timm.get_pretrained_cfg(name)
@@ -79,8 +81,14 @@ def _of_transformers(path):
     except (OSError, ValueError) as error:
         said = str(error).strip().partition("\n")[0]
         raise ValueError(f"{path} holds no configuration of a model ({said})") from None
+    if getattr(config, "quantization_config", None):
+        raise ValueError(f"{path} is quantized, which is not predicted: remove its quantization_config, and see FP32")
     config.use_cache = False
     architecture = (getattr(config, "architectures", None) or [""])[0]
+    if architecture and not re.search("CausalLM|LMHead|MaskedLM|ConditionalGeneration", architecture):
+        raise ValueError(
+            f"{architecture} has no loss over tokens: name a module:function that returns model and inputs"
+        )
     if hasattr(transformers, architecture):
         make = getattr(transformers, architecture)
     else:

@@ -284,7 +284,11 @@ def _power_of_two(numbers):
 
 def _tensors(path):
     """The tensors of a file, or of the safetensors files in a folder; none without numbers."""
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    files = [path]
+    if path.is_dir():
+        files = sorted(path.glob("*.safetensors")) or sorted(path.glob("*.bin"))
+        for index in path.glob("*.index.json"):
+            _raise_if_missing(index)
     if not files or not path.exists():
         raise FileNotFoundError(f"no {path}, or no .safetensors file in it: correct the path")
     found = {}
@@ -296,6 +300,14 @@ def _tensors(path):
     return [stored for stored in found.values() if math.prod(stored.shape)]
 
 
+def _raise_if_missing(index):
+    """Raise ValueError where a shard that an index names is not there."""
+    named = set(json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}).values())
+    missing = sorted(name for name in named if not (index.parent / name).exists())
+    if missing:
+        raise ValueError(f"{index} names {missing[0]}, which is not there: download it again")
+
+
 def _read(path):
     with path.open("rb") as file:
         start = file.read(32)
@@ -303,10 +315,10 @@ def _read(path):
         raise ValueError(f"{path} is empty: download it again")
     if start.startswith(b"version https://git-lfs"):
         raise ValueError(f"{path} is a Git LFS pointer, not the checkpoint: run `git lfs pull`")
-    if path.suffix in (".pt", ".pth", ".bin"):
+    if path.suffix in (".pt", ".pth", ".bin", ".ckpt"):
         return _read_torch(path)
     if path.suffix != ".safetensors":
-        raise ValueError(f"scan reads .safetensors, .pt, .pth and .bin files: {path} is none")
+        raise ValueError(f"scan reads .safetensors, .pt, .pth, .ckpt and .bin files: {path} is none")
     if start.startswith((b"PK", b"\x80")) and start[8:9] != b"{":
         raise ValueError(f"{path} is a PyTorch file, not a safetensors file: rename it to .pt")
     return _read_safetensors(path, 8 + int.from_bytes(start[:8], "little"))
@@ -365,7 +377,8 @@ def _walk(saved, prefix):
         yield prefix.removesuffix("."), saved
     if isinstance(saved, dict):
         for key, value in saved.items():
-            yield from _walk(value, f"{prefix}{key}.")
+            if not str(key).startswith("optimizer"):  # its states are no weights
+                yield from _walk(value, f"{prefix}{key}.")
 
 
 def _notes(tensors):

@@ -21,8 +21,6 @@ def main(arguments: list[str] | None = None) -> int:
     if arguments[:1] == ["bits"]:
         # A space in front: else argparse takes -1/3 and -inf for options.
         arguments = [re.sub(r"^-(?=[\d.]|inf|nan)", " -", each) for each in arguments]
-    # torch logs what goes wrong on fake tensors; it is said in one sentence below.
-    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     try:
         options = _parser().parse_args(arguments)
         return options.run(options) or 0
@@ -51,6 +49,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser():
     parser = _Parser(prog="halfbits", description="Instruments for mixed-precision training in PyTorch.")
+    parser.add_argument("--version", action="version", version="halfbits 0.1.0")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name, run, what):
@@ -68,18 +67,24 @@ def _parser():
     casts.add_argument("--input", type=_shape, metavar="1x3x224x224", help="the shape of the images")
     casts.add_argument("--tokens", type=_shape, metavar="1x128", help="sequences x tokens of a language model")
     casts.add_argument("--device", default="cuda", choices=["cuda", "cpu", "mps", "xpu"])
-    casts.add_argument("--dtype", default="float16", choices=["float16", "bfloat16"])
+    casts.add_argument("--dtype", default="float16", choices=["float16", "bfloat16", "fp16", "bf16"])
     casts.add_argument("--ops", action="store_true", help="a line for each op, in the order of running")
 
     memory = command("memory", _memory, "What a training step needs, predicted without a GPU.")
     memory.add_argument("model", help="timm:NAME, hf:PATH of a config, or module:function")
     memory.add_argument("--input", type=_shape, metavar="32x3x224x224", help="the shape of a batch of images")
     memory.add_argument("--tokens", type=_shape, metavar="4x2048", help="sequences x tokens of a language model")
-    memory.add_argument("--optimizer", default="adamw", help="adamw (the default), sgd_momentum, sgd, adamw_8bit ...")
+    memory.add_argument(
+        "--optimizer",
+        default="adamw",
+        help="adamw (fused; the default), adamw_foreach, adamw_8bit, adam, sgd, sgd_momentum",
+    )
 
     scan = command("scan", _scan, "What 16, 8 and 4 bits would do to the weights of a checkpoint.")
     scan.add_argument("path", help="a .safetensors file, a folder of them, or a file of torch.save")
-    scan.add_argument("--tensors", type=int, default=1, metavar="N", help="how many of the worst tensors, a format")
+    scan.add_argument(
+        "--tensors", type=_count, default=1, metavar="N", help="how many of the worst, for each format (1)"
+    )
 
     explain = command("explain", _explain, "What an error message means, with its cause and a fix.")
     explain.add_argument("message", nargs="*", help="the message; without it, standard input is read")
@@ -97,14 +102,26 @@ def _shape(text):
     return shape
 
 
+def _count(text):
+    if not text.isdigit() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
+    return int(text)
+
+
 def _show(options, table, words=()):
     """Print a table, and sentences below it; or all of it as JSON."""
     if options.json:
-        print(json.dumps(json.loads(table.to_json(orient="records")), indent=1))
+        _print_json(table)
         return
-    print(table.to_string(index=False))
+    print(table.to_string(index=False, max_colwidth=60))
     for line in words:
         print(line)
+
+
+def _print_json(table):
+    """The rows as JSON, numbers in full, null for NaN and what is not there."""
+    rows = table.astype(object).where(table.notna(), None).to_dict("records")
+    print(json.dumps(rows, indent=1, default=lambda number: number.item()))
 
 
 # bits
@@ -125,12 +142,19 @@ def parse_number(text: str) -> float | int:
         sign = -1 if text.startswith("-") else 1
         size = text.removeprefix("-")
         base, power, exponent = size.partition("^")
+        value = float(Fraction(base) if "/" in base else base)
         if power:
-            return sign * float(base) ** float(exponent)
-        return sign * float(Fraction(size) if "/" in size else size)
+            value **= float(exponent)
+        if math.isinf(value) and "inf" not in base:
+            raise OverflowError
+        if value == 0 and re.search("[1-9]", base):
+            raise ValueError(f"{text} is too small for Python's own numbers, which end at 5e-324.")
+        return sign * value
     except ArithmeticError:
         raise ValueError(f"{text} is too large, or a division by zero.") from None
-    except ValueError:
+    except ValueError as error:
+        if "too small" in str(error):
+            raise
         words = "is not a number. Try 0.1, 1e-8, 2^-24, 1/3, inf, or bits: 0x3c00."
         raise ValueError(f"{text!r} {words}") from None
 
@@ -166,6 +190,8 @@ def _bits(options):
 
 def _rounding(given, value, largest):
     """What rounding did, in words."""
+    if math.isnan(given) and not math.isnan(value):
+        return "there is no NaN"
     if value == given or (math.isnan(value) and math.isnan(given)):
         return "exact"
     if not math.isfinite(value):
@@ -181,22 +207,28 @@ def _rounding(given, value, largest):
 
 
 def _model(options):
-    """The model, and what it is called with."""
+    """The model, a function that makes what it is called with, and the shape of that."""
+    import torch
+
     from halfbits._models import find_model
 
+    # torch logs what goes wrong on fake tensors; it is said in one sentence.
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     named = find_model(options.model)
     reads_tokens = named.loss is not None
     if reads_tokens and options.input:
         raise ValueError("a language model reads tokens: give --tokens 4x2048 instead of --input")
-    if options.tokens and not reads_tokens:
-        raise ValueError("this model is called with images: give --input 32x3x224x224 instead of --tokens")
+    if options.tokens and options.model.startswith("timm:"):
+        raise ValueError("timm's models are called with images: give --input 32x3x224x224 instead of --tokens")
     shape = options.tokens or options.input or named.shape
     if shape is None:
         flag = "--tokens 4x2048" if reads_tokens else "--input 32x3x224x224"
         raise ValueError(f"which inputs does the model take? Give their shape, as {flag}")
     if reads_tokens and len(shape) != 2:
         raise ValueError("--tokens are two numbers, sequences x tokens, as 4x2048")
-    return named, named.inputs(shape)
+    if options.tokens and not reads_tokens:
+        return named, lambda: torch.zeros(shape, dtype=torch.long), shape
+    return named, lambda: named.inputs(shape), shape
 
 
 def _forward(model, inputs):
@@ -211,15 +243,23 @@ def _casts(options):
     from halfbits._fake import made_on_meta
     from halfbits.casts import rules_of, trace_casts
 
-    named, inputs = _model(options)
+    named, make_inputs, _ = _model(options)
     device = options.device
     is_here = device == "cpu" or torch.get_device_module(device).is_available()
     model = named.build() if is_here else made_on_meta(named.build)
+    inputs = make_inputs() if is_here else made_on_meta(make_inputs)
     if device in ("mps", "xpu") and not is_here:
         table = rules_of(_forward, model, inputs, device_type=device)
         _show(options, table, [f"There is no {device} device here: these are torch's rules for the ops of the model."])
         return
-    traced = trace_casts(_forward, model, inputs, device_type=device, dtype=getattr(torch, options.dtype))
+    dtype = torch.bfloat16 if options.dtype in ("bf16", "bfloat16") else torch.float16
+    try:
+        traced = trace_casts(_forward, model, inputs, device_type=device, dtype=dtype)
+    except ValueError as error:
+        if "asks for values" not in str(error):
+            raise
+        said = str(error).removeprefix("fn ")
+        raise ValueError(f"the model {said}. --device cpu runs it on real tensors") from None
     if options.ops:
         _show(options, traced)
         return
@@ -236,11 +276,11 @@ def _memory(options):
 
     from halfbits.memory import predict_memory
 
-    named, inputs = _model(options)
+    named, inputs, shape = _model(options)
     ways = {"FP32": "fp32", "autocast": "bf16", "pure bf16": "pure_bf16"}
     rows = []
     for way, precision in ways.items():
-        estimate = predict_memory(named.build, lambda: inputs, precision, options.optimizer, loss=named.loss)
+        estimate = predict_memory(named.build, inputs, precision, options.optimizer, loss=named.loss)
         parts = {
             "weights": estimate.parameters + estimate.buffers,
             "gradients": estimate.gradients,
@@ -250,8 +290,11 @@ def _memory(options):
         }
         row = {"in": way} | {f"{part} (GiB)": round(size / GIB, 3) for part, size in parts.items()}
         rows.append(row | {"fits on": _cards(estimate.peak)})
+    called = f" of {'x'.join(map(str, shape))}" if shape else ""
     words = [
-        f"One training step with {options.optimizer}. autocast is bf16 or fp16, which need the same.",
+        f"One training step{called} with {options.optimizer}. autocast is bf16 or fp16, which need the same;",
+        "pure bf16 has weights, gradients and states in bf16 too, without master weights.",
+        "adam and adamw are fused; CUDA's default, adamw_foreach, needs more in its step.",
         "Not in it: the CUDA context, workspaces of cuDNN and cuBLAS, what the allocator cannot use again.",
         "A card fits if a tenth of it and 1 GiB are left for them.",
     ]
@@ -294,9 +337,10 @@ def _scan(options):
     for note in table.attrs["notes"]:
         print(note)
     print(
-        "error: the norm of the differences, compared with the norm of the numbers. In a format with a\n"
-        "scale, what overflows is cut off to its largest number. Libraries leave norms, biases and often\n"
-        "the first and last layer in 16 bits.\n"
+        "error: the norm of the differences, compared with the norm of the numbers. What overflows becomes\n"
+        "inf or NaN in fp16, bf16 and fp8_e4m3fn, and is not in the error; in a format with a scale it is\n"
+        "cut off to the largest number. Libraries leave norms, biases and often the first and last layer\n"
+        "in 16 bits.\n"
         "A scan of weights knows nothing of activations, which often have the wider range."
     )
 
@@ -306,10 +350,13 @@ def _in_percent(table):
     losses = {
         "overflows": table["overflows"] / table["numbers"],
         "become 0": table["zeros"] / table["numbers"],
-        "error": table["error"],
+        "error": table["error"].fillna(0),
     }
     shown = table[[name for name in ("format", "tensor") if name in table]]
-    return shown.assign(**{name: (100 * share).map("{:.3g}%".format) for name, share in losses.items()})
+    shown = shown.assign(**{name: (100 * share).map("{:.3g}%".format) for name, share in losses.items()})
+    without_scale = table["format"].isin(["fp16", "bf16", "fp8_e4m3fn"])
+    breaks = without_scale & (table["overflows"] > 0)
+    return shown.assign(error=shown["error"].mask(breaks, shown["error"] + " and inf"))
 
 
 def _progress(done, total):
@@ -331,10 +378,10 @@ def _explain(options):
         text = sys.stdin.read()
     found = explain(text)
     if options.json:
-        print(json.dumps(json.loads(found.to_json(orient="records")), indent=1))
+        _print_json(found)
         return 0 if len(found) else 1
     if found.empty:
-        print("This message is not known here. Give the line that names the error, without what is around it.")
+        print("No message that is known here was found. Give the line that names the error, or a few words of it.")
         return 1
     for entry in found.head(3).to_dict("records"):
         notebook, _, heading = entry["case"].partition("#")

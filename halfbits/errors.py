@@ -43,8 +43,8 @@ def messages(kind: str = "message") -> pd.DataFrame:
 
 
 def explain(text: str) -> pd.DataFrame:
-    """The messages that `text` holds, as rows of `messages()`, what is special before what is general. Behind them come
-    those that hold `text`.
+    """The messages that `text` holds, as rows of `messages()`, what is special before what is general; else those that
+    hold `text`.
 
     text: the last line of a traceback, or all of it, or a log. Some words of a message are enough if they have eight
         letters. Where no message is held, the symptoms whose words are, as of "loss=nan". No rows: it is not known.
@@ -62,8 +62,11 @@ def explain(text: str) -> pd.DataFrame:
     held = _held(table, text)
     words = text.strip().lower()
     quoted = table.said.str.contains(words, regex=False) & (len(words) > 7)
-    found = pd.concat([table[held], table[quoted & ~held]])
-    return symptoms[_held(symptoms, text)] if found.empty else found
+    if held.any():
+        return table[held]
+    asked = symptoms[_held(symptoms, text)]
+    is_log = len(text) > 300  # where "nan" may stand in any sentence
+    return table[quoted] if quoted.any() or is_log or asked.empty else asked
 
 
 def _held(table, text):

@@ -214,10 +214,18 @@ def test_files_of_torch_save(new, tmp_path):
         "optimizer": {"state": {0: {"exp_avg": numbers.bfloat16()}}, "lr": 0.1},
     }
     torch.save(state, tmp_path / "model.pt", _use_new_zipfile_serialization=new)
-    tensors = {"model.weight": numbers.t(), "optimizer.state.0.exp_avg": numbers.bfloat16()}
+    tensors = {"model.weight": numbers.t()}  # an optimizer's states are no weights
     table = scan(tmp_path / "model.pt")
     assert table.attrs["notes"] == ["Left out: int64 (tensors: 1, numbers: 1)."]
     pd.testing.assert_frame_equal(table, scan(save(tmp_path / "a.safetensors", tensors)))
+
+
+def test_a_folder_in_which_a_shard_is_missing_is_refused(tmp_path):
+    save(tmp_path / "a.safetensors", {"weight": torch.ones(2, 2)})
+    index = {"weight_map": {"weight": "a.safetensors", "bias": "b.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"names b.safetensors, which is not there"):
+        scan(tmp_path)
 
 
 def test_a_quantized_checkpoint_is_said_to_be_one(tmp_path):
@@ -285,7 +293,7 @@ def damaged(change):
         ),
         ("a.safetensors", damaged(lambda a: a.update(dtype=[])), "its header is wrong about 'a'"),
         ("a.pt", b"PK\x03\x04 and so on", "is no file of torch.save, or holds more than tensors"),
-        ("a.gguf", b"GGUF", "scan reads .safetensors, .pt, .pth and .bin files"),
+        ("a.gguf", b"GGUF", "scan reads .safetensors, .pt, .pth, .ckpt and .bin files"),
     ],
 )
 def test_what_is_no_checkpoint_is_refused_in_one_sentence(name, content, message, tmp_path):
