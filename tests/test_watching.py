@@ -328,7 +328,8 @@ def test_most_passes_cost_a_number_a_gradient():
 
 
 RANKS = """
-import faulthandler, sys, torch, torch.distributed as dist
+import faulthandler, torch, torch.distributed as dist
+from pathlib import Path
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -345,7 +346,7 @@ def network():
 def stopped(model, name):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     try:
-        with watch(model, optimizer, every=4, save=f"{sys.argv[1]}/{name}.pt") as seen:
+        with watch(model, optimizer, every=4, save=f"{Path(__file__).parent}/{name}.pt") as seen:
             for number in range(9):
                 optimizer.zero_grad()
                 x = torch.rand(4, 8)
@@ -384,7 +385,7 @@ dist.destroy_process_group()
 def test_two_processes_stop_together(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     (tmp_path / "ranks.py").write_text(RANKS)
-    run = torchrun(tmp_path / "ranks.py", tmp_path, timeout=60)
+    run = torchrun(tmp_path / "ranks.py", timeout=60)
     assert run.status == 0, f"{run}{run.errors}{run.message}"
     for text in run.printed:
         assert re.search(r"^ddp passes 4 .*rank 1: pass 2, .*in the input: args.0", text, re.MULTILINE), text
