@@ -6,6 +6,7 @@ number formats stand in `halfbits.formats`.
 
 import json
 import math
+import re
 import zipfile
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,8 @@ _DTYPES = {
     "F8_E5M2": torch.float8_e5m2,
 }
 _READABLE = set(_DTYPES.values())
+_OPTIMIZER = "optimizer state"  # stands for the dtype of what is no weight
+_PACKED = {"int8", "uint8", "int32", "I8", "U8", "I32"}  # in which quantizers keep weights
 _E4M3 = FORMATS["fp8_e4m3fn"]
 _E2M1 = FORMATS["fp4_e2m1fn"]
 _SUMS = ["nonfinite", "overflows", "zeros", "signal", "noise"]
@@ -363,9 +366,10 @@ def _read_torch(path):
     tensors = []
     for name, tensor in _walk(saved, ""):
         data = None
-        if tensor.dtype in _READABLE and tensor.layout == torch.strided:
+        dtype = _OPTIMIZER if re.match(r"optimizer\w*\.state\.", name) else tensor.dtype
+        if dtype in _READABLE and tensor.layout == torch.strided:
             data = tensor.detach().reshape(-1).view(torch.uint8).numpy()
-        tensors.append(_Stored(name, tensor.dtype, tuple(tensor.shape), data))
+        tensors.append(_Stored(name, dtype, tuple(tensor.shape), data))
     if not tensors:
         raise ValueError(f"{path} holds no tensors: save a state_dict()")
     return tensors
@@ -377,8 +381,7 @@ def _walk(saved, prefix):
         yield prefix.removesuffix("."), saved
     if isinstance(saved, dict):
         for key, value in saved.items():
-            if not str(key).startswith("optimizer"):  # its states are no weights
-                yield from _walk(value, f"{prefix}{key}.")
+            yield from _walk(value, f"{prefix}{key}.")
 
 
 def _notes(tensors):
@@ -388,7 +391,9 @@ def _notes(tensors):
         sizes = [math.prod(each.shape) for each in left_out if each.dtype == dtype]
         name = str(dtype).removeprefix("torch.")
         notes.append(f"Left out: {name} (tensors: {len(sizes)}, numbers: {sum(sizes):,}).")
-    if sum(math.prod(each.shape) * (1 if each.data is None else -1) for each in tensors) > 0:
+    packed = [each for each in left_out if str(each.dtype).removeprefix("torch.") in _PACKED]
+    floats = [each for each in tensors if each.data is not None]
+    if sum(math.prod(each.shape) for each in packed) > sum(math.prod(each.shape) for each in floats):
         notes.append("Most numbers are not floating-point: the checkpoint is quantized already.")
     if any(each.dtype in (torch.float8_e4m3fn, torch.float8_e5m2) for each in tensors):
         notes.append("FP8 tensors were read without the scales that the checkpoint may have.")

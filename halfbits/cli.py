@@ -288,8 +288,9 @@ def _memory(options):
             "activations": sum(estimate.activations.values()),
             "peak": estimate.peak,
         }
-        row = {"in": way} | {f"{part} (GiB)": round(size / GIB, 3) for part, size in parts.items()}
-        rows.append(row | {"fits on": _cards(estimate.peak)})
+        if not options.json:  # there they stay bytes
+            parts = {f"{part} (GiB)": round(size / GIB, 3) for part, size in parts.items()}
+        rows.append({"in": way} | parts | {"fits on": _cards(estimate.peak)})
     called = f" of {'x'.join(map(str, shape))}" if shape else ""
     words = [
         f"One training step{called} with {options.optimizer}. autocast is bf16 or fp16, which need the same;",

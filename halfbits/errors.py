@@ -47,7 +47,8 @@ def explain(text: str) -> pd.DataFrame:
     hold `text`.
 
     text: the last line of a traceback, or all of it, or a log. Some words of a message are enough if they have eight
-        letters. Where no message is held, the symptoms whose words are, as of "loss=nan". No rows: it is not known.
+        letters. Where no message is held, and the text is short, the symptoms whose words are, as of "loss=nan". No
+        rows: it is not known.
 
     Each row has `message` (or, of a symptom, `title`), `cause`, `fix` (one line of Python), `needs` (what it imports,
     beside torch) and `case` (notebook#heading).

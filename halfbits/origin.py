@@ -211,7 +211,7 @@ def _again(model, saved, ops, times=1):
     with _kept(model), ExitStack() as around:
         around.enter_context(torch.compiler.set_stance("force_eager"))
         around.enter_context(torch.set_grad_enabled(bool(saved["gradients"])))
-        torch.set_rng_state(saved["random"][0].cpu())  # a file's is where map_location put it
+        torch.set_rng_state(saved["random"][0].cpu())
         for device, state in zip(_gpus(_device(model)), saved["random"][1:]):
             torch.get_device_module(device).set_rng_state(state.cpu(), device)
         around.enter_context(ops)

@@ -216,7 +216,10 @@ def test_files_of_torch_save(new, tmp_path):
     torch.save(state, tmp_path / "model.pt", _use_new_zipfile_serialization=new)
     tensors = {"model.weight": numbers.t()}  # an optimizer's states are no weights
     table = scan(tmp_path / "model.pt")
-    assert table.attrs["notes"] == ["Left out: int64 (tensors: 1, numbers: 1)."]
+    assert table.attrs["notes"] == [
+        "Left out: int64 (tensors: 1, numbers: 1).",
+        f"Left out: optimizer state (tensors: 1, numbers: {numbers.numel():,}).",
+    ]
     pd.testing.assert_frame_equal(table, scan(save(tmp_path / "a.safetensors", tensors)))
 
 

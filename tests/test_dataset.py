@@ -1,3 +1,5 @@
+import re
+import struct
 from pathlib import Path
 
 import cv2
@@ -127,9 +129,20 @@ def test_a_file_on_two_lines_is_refused_as_it_could_be_trained_on_and_held_out(p
     assert "line 5: a.jpg is the same file as on line 2" in text and "line 6: link.jpg is the same file" in text
 
 
+def test_lines_are_counted_as_an_editor_does(photos):
+    rows = ['a.jpg,photos,1,"one', "two\r", 'three"', "b.png,photos,0,", "gone.jpg,photos,1,"]
+    assert "line 6: " in message(write_csv(photos.parent, rows, header="image,path,label,note"))
+
+
 def test_another_separator_is_shown(photos):
     photos.write_text(photos.read_text().replace(",", ";"))
     assert "it has ['image;path;label']. Rename or add the column; commas stand" in message(photos)
+
+
+def test_a_second_column_of_one_name_is_refused_where_it_matters(photos):
+    assert "read as ['label.1']" in message(write_csv(photos.parent, ["a.jpg,photos,1,0"], "image,path,label,label"))
+    csv = write_csv(photos.parent, ["a.jpg,photos,1,0,0"], "image,path,label,note,note")
+    assert len(load_table(csv)) == 1
 
 
 def test_a_file_that_vanished_after_the_table_was_read_is_named(photos):
@@ -139,6 +152,15 @@ def test_a_file_that_vanished_after_the_table_was_read_is_named(photos):
     for meet in (lambda: checked[1], lambda: ImageDataset(table, (8, 8))):
         with pytest.raises(DatasetError, match=r"b\.png cannot be read: .*No such file"):
             meet()
+
+
+def test_an_image_too_large_for_memory_is_refused_by_its_header(photos):
+    file = photos.parent / "photos/a.jpg"
+    Image.new("RGB", (4, 4)).save(file, "BMP")
+    content = bytearray(file.read_bytes())
+    content[18:26] = struct.pack("<ii", 30_000, 30_000)  # width and height
+    file.write_bytes(content)
+    assert re.search(r"a\.jpg: Image size \(900000000 pixels\) exceeds .* Shrink the image", message(photos))
 
 
 @pytest.mark.parametrize("name, content", [("a.jpg", b""), ("a.jpg", "half"), ("b.png", "half")])
@@ -161,6 +183,14 @@ def test_bad_csv(tmp_path):
     assert "no rows" in message(write_csv(tmp_path, []))
     csv.write_bytes(b"image,path,label\n\xff\xfe,x,1\n")
     assert "cannot be read" in message(csv)
+
+
+def test_bad_size_and_empty_table(photos):
+    table = load_table(photos)
+    with pytest.raises(ValueError, match="width, height"):
+        ImageDataset(table, (0, 8))
+    with pytest.raises(DatasetError, match="no rows"):
+        ImageDataset(table[:0])
 
 
 def test_one_csv_is_split_the_same_way_every_time(photos):
