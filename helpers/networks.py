@@ -96,6 +96,41 @@ def english():
     return "\n".join(file.read_text(encoding="utf-8") for file in sorted(files))
 
 
+def tensors_of_a_step(model, input_ids, every=8):
+    """What the linear layers multiply in one training step: `(weights, activations, gradients)`.
+
+    Each is a dict from the layer's name to a float32 matrix: its weight (outputs, inputs), its input (tokens, inputs)
+    and the gradient of its output (tokens, outputs). Only each `every`-th layer is taken, and no output layer. A block
+    of SmolLM2 has seven layers, so 7 would find one kind only. The loss is the model's own, the mean over the tokens
+    of `input_ids`, of shape (sequences, tokens).
+
+    Examples
+    --------
+    >>> weights, activations, gradients = tensors_of_a_step(model, text)  # doctest: +SKIP
+    >>> activations["model.layers.15.mlp.down_proj"].shape  # doctest: +SKIP
+    torch.Size([128, 1536])
+    """
+    linear = {name: layer for name, layer in model.named_modules() if isinstance(layer, torch.nn.Linear)}
+    names = [name for name in linear if name != "lm_head"][::every]
+    weights = {name: linear[name].weight.detach() for name in names}
+    activations, gradients = {}, {}
+
+    def note(name):
+        def hook(layer, inputs, output):
+            activations[name] = inputs[0].detach().flatten(0, 1)
+            output.register_hook(lambda gradient: gradients.update({name: gradient.flatten(0, 1)}))
+
+        return hook
+
+    hooks = [linear[name].register_forward_hook(note(name)) for name in names]
+    embedded = model.get_input_embeddings()(input_ids).detach().requires_grad_()
+    loss = model(inputs_embeds=embedded, labels=input_ids).loss
+    torch.autograd.grad(loss, embedded)  # unlike backward(), this keeps no gradients of weights
+    for hook in hooks:
+        hook.remove()
+    return weights, activations, gradients
+
+
 _tokenizer = cache(transformers.AutoTokenizer.from_pretrained)
 
 

@@ -1,6 +1,7 @@
 """Every link and every anchor leads somewhere: in notebooks, docs, README, GLOSSARY and the messages."""
 
 import re
+import tomllib
 from functools import cache
 from pathlib import Path
 
@@ -51,6 +52,16 @@ def test_every_message_and_symptom_leads_to_a_heading():
     for case in [*messages().case, *messages("symptom").case]:
         notebook, heading = case.split("#")
         assert heading in headings(NOTEBOOKS / f"{notebook}.ipynb"), case
+
+
+def test_every_heading_that_has_moved_is_where_the_site_leads():
+    moved = tomllib.loads((ROOT / "tools" / "site" / "moved.toml").read_text(encoding="utf-8"))
+    for page, places in moved.items():
+        assert list(ROOT.glob(f"{page}.*")), page
+        for place in places.values():
+            there, _, anchor = place.partition("#")
+            (path,) = ROOT.glob(f"{there}.*")
+            assert not anchor or anchor in map(anchor_of, headings(path)), place
 
 
 def test_what_is_broken_is_found(tmp_path):

@@ -13,8 +13,9 @@ from helpers.check.fp16_bit_layout import decode_fp16, encode_fp16, limits
 from helpers.check.fp32_vs_amp_experiment import bf16_step, verdict
 from helpers.check.inference import in_four_bits
 from helpers.check.language_models import moves
-from helpers.check.library_integrations import in_torch, optimizer_steps, trained
+from helpers.check.library_integrations import optimizer_steps, trained
 from helpers.check.loss_scaling import largest_scale, next_state
+from helpers.check.old_code_translated import in_torch
 from helpers.check.predict_memory_and_speed import batch_that_fits, best_time, kept_bytes
 from helpers.check.rounding_and_range import kahan_sum, rms, smallest_step
 from helpers.check.same_weights_other_numbers import importance_ratio
@@ -30,11 +31,12 @@ EXERCISES = {  # in the order of the notebooks
     "fp32 vs amp experiment": (verdict, bf16_step),
     "faster training": (to_float01, mean_loss, read_batch),
     "distributed amp": (shard, bytes_sent, mean_over_processes),
-    "library integrations": (in_torch, optimizer_steps, trained),
+    "library integrations": (optimizer_steps, trained),
     "beyond fp16": (block_exponent, to_e5m2, tile_amax),
     "language models": (moves,),
     "inference": (in_four_bits,),
     "troubleshooting clinic": (first_bad, case_of, mended_step),
+    "old code translated": (in_torch,),
     "same weights other numbers": (importance_ratio,),
 }
 

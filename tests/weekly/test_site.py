@@ -138,6 +138,13 @@ def test_a_message_pasted_on_a_phone_leads_to_its_case_and_another_to_its_page(s
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome on the PATH")
+def test_the_old_address_of_a_heading_leads_to_the_new_one(site, page):
+    page.goto(f"file://{site}/notebooks/09_distributed_amp.html#appendix-the-older-class-dataparallel")
+    page.wait_for_url("**/15_old_code_translated.html#appendix-the-older-class-dataparallel")
+    assert not page.errors
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome on the PATH")
 def test_no_page_is_wider_than_a_phone_or_logs_an_error(pages, page):
     page.set_viewport_size({"width": 390, "height": 844})
     errors = sorted(

@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shutil
+import tomllib
 from binascii import a2b_base64
 from hashlib import sha256
 from html import escape
@@ -50,6 +51,14 @@ html_theme_options = {
 VEGA_LITE = "application/vnd.vegalite.v5+json"
 EXPLORER = "bitview-fixed"  # what stands in a notebook for widgets that need a kernel
 CHART = '<div class="chart"><script type="{kind}" data-options="{options}">{spec}</script></div>'
+MOVED = tomllib.loads((HERE / "moved.toml").read_text(encoding="utf-8"))
+LEAD_ON = """<script>
+(() => {{
+  const anchor = location.hash.slice(1);
+  const place = {places}[anchor];
+  if (place && !document.getElementById(anchor)) location.replace(place);
+}})();
+</script>"""
 CONTENTS = """
 ```{{toctree}}
 :hidden:
@@ -87,6 +96,17 @@ def adapt(app, name, source):
                 elif EXPLORER in (page := "".join(output.get("data", {}).get("text/html", ""))):
                     output["data"] = {"text/html": page.replace(EXPLORER, "explorer")}
         source[0] = json.dumps(notebook)
+
+
+def lead_on(app, name, template, context, doctree):
+    """Lead an address of a heading that has moved to where it stands now."""
+    if name in MOVED:
+        up = "../" * name.count("/")
+        places = {}
+        for anchor, place in MOVED[name].items():
+            page, _, there = place.partition("#")
+            places[anchor] = f"{up}{page}.html" + (f"#{there}" if there else "")
+        context["body"] += LEAD_ON.format(places=json.dumps(places))
 
 
 def chart(output):
@@ -150,4 +170,5 @@ def setup(app):
     app.connect("builder-inited", lambda app: errors.write_pages(Path(app.srcdir) / "errors"))
     app.connect("source-read", adapt)
     app.connect("doctree-read", describe_figures)
+    app.connect("html-page-context", lead_on)
     app.connect("build-finished", open_at_readme)
