@@ -6,9 +6,10 @@
 from helpers.check import passed as _passed
 from helpers.check.amp_training_loop import accumulated_step, clipped_step
 from helpers.check.autocast_op_tables import paste, rms_norm
-from helpers.check.beyond_fp16 import block_exponent, tile_amax, to_e5m2
+from helpers.check.beyond_fp16 import tile_amax
 from helpers.check.distributed_amp import bytes_sent, mean_over_processes, shard
 from helpers.check.faster_training import mean_loss, read_batch, to_float01
+from helpers.check.four_bits import block_exponent, to_e5m2
 from helpers.check.fp16_bit_layout import decode_fp16, encode_fp16, limits
 from helpers.check.fp32_vs_amp_experiment import bf16_step, verdict
 from helpers.check.inference import in_four_bits
@@ -32,11 +33,12 @@ EXERCISES = {  # in the order of the notebooks
     "faster training": (to_float01, mean_loss, read_batch),
     "distributed amp": (shard, bytes_sent, mean_over_processes),
     "library integrations": (optimizer_steps, trained),
-    "beyond fp16": (block_exponent, to_e5m2, tile_amax),
+    "beyond fp16": (tile_amax,),
     "language models": (moves,),
     "inference": (in_four_bits,),
     "troubleshooting clinic": (first_bad, case_of, mended_step),
     "old code translated": (in_torch,),
+    "four bits": (block_exponent, to_e5m2),
     "same weights other numbers": (importance_ratio,),
 }
 
