@@ -30,7 +30,7 @@ PYTHON = ">=3.11"
 NEEDS = """
     accelerate>=1.10 altair>=5.5 ipywidgets>=8.1 jsonschema>=4.23 lightning>=2.5.5
     matplotlib>=3.10 numpy>=2.1 nvidia-ml-py>=13.580 opencv-python-headless>=4.11 packaging>=24
-    pandas>=2.2.3 pillow>=11 psutil>=7 scikit-learn>=1.6 scipy>=1.15 seaborn>=0.13.2 timm>=1.0.20
+    pandas>=2.2.3 peft>=0.21 pillow>=11 psutil>=7 scikit-learn>=1.6 scipy>=1.15 seaborn>=0.13.2 timm>=1.0.20
     torch>=2.11 torchao>=0.18 torchvision>=0.26 tqdm>=4.67 transformers>=5.23
 """
 # The pretrained networks of helpers.networks, without what their packages would bring along: one of

@@ -28,7 +28,7 @@ NOT_RUN = {  # and why not
     "unet-loaded-as-datatype-float16": "Diffusers is not installed",
     "ultralytics-amp-checks-failed": "Ultralytics is not installed",
     "bfloat16-is-only-supported-on-gpus-with-compute-capability-8": "vLLM is not installed",
-    "you-cannot-perform-fine-tuning-on-purely-quantized-models": "PEFT is not installed",
+    "you-cannot-perform-fine-tuning-on-purely-quantized-models": "bitsandbytes is not installed",
     "matmul8bitlt-inputs-will-be-cast-to-float16": "bitsandbytes is not installed",
     "you-cannot-cast-a-bitsandbytes-model-in-a-new-dtype": "bitsandbytes is not installed",
     "bnb-4bit-compute-dtype-float32-will-lead-to-slow-inference": "bitsandbytes is not installed",
