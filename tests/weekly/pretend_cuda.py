@@ -113,6 +113,8 @@ class Card:
 
     def tensors(self, tree):
         if isinstance(tree, self.torch.Tensor):
+            if type(tree).__module__.startswith("torchao."):  # a quantized tensor is made of others
+                return [part for name in tree.__tensor_flatten__()[0] for part in self.tensors(getattr(tree, name))]
             return [tree]
         leaves = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
         return [tensor for leaf in leaves for tensor in self.tensors(leaf)]
@@ -496,8 +498,8 @@ def _sides_of_calls(card):
     class Devices(TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
             kwargs = kwargs or {}
-            if card.faking() or func is Tensor._make_wrapper_subclass:
-                return func(*args, **kwargs)
+            if card.faking() or func in (Tensor._make_wrapper_subclass, torch._C._nn._parse_to):
+                return func(*args, **kwargs)  # the second only reads what Module.to was given
             if func in answers:
                 return answers[func](*args, **kwargs)
             if func is Tensor.backward:
