@@ -182,7 +182,7 @@ def test_the_paste_box_answers_without_a_kernel(lab, page):
     assert not page.errors
 
 
-REST = ["02", "03", "05", "06", "07", "08", "09", "10", "11", "12", "13", "14", "15", "17"]
+REST = ["02", "03", "05", "06", "07", "08", "09", "10", "11", "12", "13", "14", "15", "16", "17"]
 
 
 @pytest.mark.parametrize("number", REST)
