@@ -34,6 +34,9 @@ COLORS = {
     "gradients": "#b077b5",
     "optimizer": "#c0962f",
     "images": "#a9a9a9",
+    # kinds of network
+    "vision": "#7a8c2e",
+    "language": "#8a5fb5",
     # fates of a number
     "becomes 0": "#d8402f",
     "subnormal": "#c99a10",
@@ -309,16 +312,28 @@ def ranges(table, title, x, over=None):
 
 
 @_in_style
-def points(table, x, by, title, reference, named):
+def points(table, x, by, title, reference, named, kind=None):
     """One dot a row of `table` at column `x`, in one line for each value of column `by`, with the mean as a bar,
-    and a vertical line at `reference`, `named` so."""
-    axes = _axes(title, 0.9 + 0.5 * table[by].nunique())
-    palette = {name: color_of(name) for name in table[by].unique()}
-    sns.stripplot(table, x=x, y=by, hue=by, palette=palette, jitter=0.2, alpha=0.7, legend=False, ax=axes)
+    and a vertical line at `reference`, `named` so.
+
+    kind: a column whose values have a colour and a marker each, in a legend. Then lines are closer, without means.
+    """
+    count = table[by].nunique()
+    axes = _axes(title, 0.9 + 0.5 * count if kind is None else 1.2 + 0.3 * count)
     means = table.groupby(by, sort=False)[x].mean()
-    axes.scatter(means, means.index, marker="|", s=500, color=NEUTRAL, zorder=3)
+    if kind is None:
+        palette = {name: color_of(name) for name in means.index}
+        sns.stripplot(table, x=x, y=by, hue=by, palette=palette, jitter=0.2, alpha=0.7, legend=False, ax=axes)
+        axes.scatter(means, means.index, marker="|", s=500, color=NEUTRAL, zorder=3)
+        axes.set(xlabel=f"{x}; tall mark: the mean")
+    else:
+        palette = {name: color_of(name) for name in table[kind].unique()}
+        sns.scatterplot(table, x=x, y=by, hue=kind, style=kind, palette=palette, s=60, alpha=0.8, ax=axes)
+        axes.legend(frameon=False, ncols=len(palette), loc="lower center", bbox_to_anchor=(0.5, 1.02))
+        axes.grid(axis="y", color=NEUTRAL, alpha=0.2)
+        axes.set(xlabel=x)
+    axes.set(ylabel="", ylim=(count - 0.5, -0.5))
     _mark(axes, named, reference)
-    axes.set(xlabel=f"{x}; tall mark: the mean", ylabel="", ylim=(len(means) - 0.5, -0.5))
     _show(axes.figure, f"Dots and their mean: {title}. mean {x}", means)
 
 
