@@ -7,7 +7,6 @@ the CUDA context, the workspaces of cuDNN and cuBLAS, and the allocator's cache.
 import copy
 import math
 import weakref
-from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass
 from unittest.mock import patch
@@ -61,7 +60,6 @@ _BLOCK = 512  # bytes; CUDACachingAllocator.cpp, kMinBlockSize
 class _Allocation:
     """A piece of memory: what it is for, the first op that has it, and the first that has it no more."""
 
-    number: int
     bytes: int
     dtype: str
     born: int
@@ -82,22 +80,13 @@ class _Recorder(TorchDispatchMode):
         storage = tensor.untyped_storage()
         if storage._cdata not in self._alive:
             dtype = str(tensor.dtype).removeprefix("torch.")
-            number = len(self.allocations)
-            self._alive[storage._cdata] = _Allocation(number, storage.nbytes(), dtype, born=len(self.rows))
+            self._alive[storage._cdata] = _Allocation(storage.nbytes(), dtype, born=len(self.rows))
             self.allocations.append(self._alive[storage._cdata])
             weakref.finalize(storage, self._freed, storage._cdata).atexit = False
         return self._alive[storage._cdata]
 
     def _freed(self, address):
         self._alive.pop(address).died = len(self.rows)
-
-    def places(self, tensors):
-        """The bytes of `tensors` by the number of the memory that they lie in."""
-        found = Counter()
-        for tensor in tensors:
-            if allocation := self._alive.get(tensor.untyped_storage()._cdata):
-                found[allocation.number] = min(found[allocation.number] + tensor.nbytes, allocation.bytes)
-        return dict(found)
 
     def mark(self, tensors, kind):
         for tensor in tensors:
@@ -119,7 +108,7 @@ class _Recorder(TorchDispatchMode):
         what |= {"dtype": dtype, "flops": _flops(func, args, kwargs, result)}
         read, written = _traffic(func, args, kwargs, result)
         moved = sum(min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in read + written)
-        self.rows.append(what | {"bytes": moved, "reads": self.places(read), "writes": self.places(written)})
+        self.rows.append(what | {"bytes": moved})
         return result
 
     def timeline(self):

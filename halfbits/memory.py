@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from functools import cache
 
 import pandas as pd
-import torch
 
 from halfbits._fake import made_on_meta
-from halfbits._step import KINDS, PRECISIONS, record_step
+from halfbits._step import KINDS, record_step
 
 
 @dataclass(frozen=True)
@@ -69,6 +68,7 @@ def predict_memory(
 
     Examples
     --------
+    >>> import torch
     >>> estimate = predict_memory(lambda: torch.nn.Linear(100, 1), (8, 100), "fp32")
     >>> estimate.parameters, estimate.gradients, estimate.optimizer_state, estimate.activations
     (404, 404, 404, {'float32': 3268})
@@ -111,6 +111,7 @@ def largest_batch(
 
     Examples
     --------
+    >>> import torch
     >>> largest_batch(10**6, lambda: torch.nn.Linear(100, 1), (100,), "fp32")
     2396
     """
@@ -150,53 +151,3 @@ def _largest(limit, peak_of):
         number += step
         step *= 2
     return bisect_right(range(number + step), limit, lo=number + 1, key=peak) - 1
-
-
-_PARTS = {
-    "weights": ["parameters", "buffers"],
-    "gradients": ["gradients"],
-    "activations": ["batch", "activations", "other"],
-}
-
-
-def growth(
-    build_model: Callable,
-    inputs_of: Callable,
-    precision: str,
-    checkpointed: bool = False,
-    loss: Callable | None = None,
-) -> pd.DataFrame:
-    """What a training step needs anyway and what each in the batch adds, as a DataFrame in GiB: columns `fixed` and
-    `each`, a row for each part and each of four moments, one of which is the peak as a rule.
-
-    As "forward ends" all activations are there, and autocast's copies of weights; as "backward begins" the first
-    gradients have come, and with checkpointing the copies have gone; as "backward ends" all gradients are there; at the
-    "optimizer's step" little else. Each at its fullest. What the optimizer itself has and makes is left out.
-
-    inputs_of: takes the size of the batch, and returns `predict_memory`'s inputs. checkpointed: whether what
-    `build_model` returns forgets its activations.
-    """
-    few, many = (predict_memory(build_model, inputs_of(n), precision, "sgd", loss=loss) for n in (2, 8))
-    few, many = _at_moments(few), _at_moments(many)
-    found = pd.DataFrame({"fixed": few - (many - few) / 3, "each": (many - few) / 6})
-    layers = [
-        layer for layer in made_on_meta(build_model).modules() if isinstance(layer, torch.nn.Linear | torch.nn.Conv2d)
-    ]
-    copied = 2 * sum(layer.weight.numel() for layer in layers) / 2**30 if PRECISIONS[precision] else 0
-    for moment, there in {"forward ends": copied, "backward begins": copied * (not checkpointed)}.items():
-        found.loc[("activations", moment), "fixed"] -= there
-        found.loc[("autocast's copies", moment), ["fixed", "each"]] = there, 0
-    return found
-
-
-def _at_moments(estimate):
-    """GiB at each of `growth`'s moments, at its fullest, by part and moment."""
-    forward, backward, step = (ops for _, ops in estimate.timeline.groupby("phase", sort=False))
-    first, last = backward.gradients[backward.gradients > 0].iloc[0], backward.gradients.max()
-    moments = {"forward ends": forward, "backward begins": backward[backward.gradients < 1.05 * first]}
-    moments |= {"backward ends": backward[backward.gradients > 0.99 * last], "optimizer's step": step}
-    found = {}
-    for moment, ops in moments.items():
-        fullest = ops.loc[ops[KINDS].sum(axis=1).idxmax()]
-        found |= {(part, moment): fullest[kinds].sum() / 2**30 for part, kinds in _PARTS.items()}
-    return pd.Series(found, dtype=float).rename_axis(["part", "moment"])

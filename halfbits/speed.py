@@ -1,7 +1,6 @@
 """The time of a training step by the roofline: what 16 bits can gain on a GPU that need not be there."""
 
 import math
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -13,20 +12,19 @@ from halfbits._step import PRECISIONS, known, record_step, tensors_in
 
 # Memory in GiB: a card sold with 24 GB has 24 GiB, and the driver keeps up to 2% of it. Bandwidth in GB/s, 1e9 bytes.
 # Rates in TFLOP/s without sparsity (a datasheet that gives those with sparsity gives twice as much), those of 16-bit
-# formats with sums in float32. Each row is one column of its source. The L2 cache in MiB: NVIDIA's whitepapers on the
-# chips; the H200 has the H100's; the B200's as its driver tells (torchao's pull request 4002).
+# formats with sums in float32. Each row is one column of its source.
 GPUS = pd.DataFrame(
     [
-        ("V100", 16, 6, 900, 15.7, math.nan, 125, math.nan, "NVIDIA V100 datasheet, V100 SXM2"),
-        ("T4", 16, 4, 320, 8.1, math.nan, 65, math.nan, "NVIDIA Turing whitepaper, Tesla T4"),
-        ("RTX 3090", 24, 6, 936, 35.6, 35.6, 71, 71, "NVIDIA GA102 whitepaper, appendix A, RTX 3090"),
-        ("A100", 80, 40, 2039, 19.5, 156, 312, 312, "NVIDIA A100 datasheet, A100 80GB SXM"),
-        ("RTX 4090", 24, 72, 1008, 82.6, 82.6, 165.2, 165.2, "NVIDIA Ada whitepaper, appendix A, RTX 4090"),
-        ("H100", 80, 50, 3350, 67, 494.5, 989.5, 989.5, "NVIDIA H100 datasheet, H100 SXM"),
-        ("H200", 141, 50, 4800, 67, 494.5, 989.5, 989.5, "NVIDIA H200 datasheet, H200 SXM"),
-        ("B200", 180, 126.5, 7700, 75, 1100, 2250, 2250, "NVIDIA Blackwell datasheet, HGX B200, one GPU"),
+        ("V100", 16, 900, 15.7, math.nan, 125, math.nan, "NVIDIA V100 datasheet, V100 SXM2"),
+        ("T4", 16, 320, 8.1, math.nan, 65, math.nan, "NVIDIA Turing whitepaper, Tesla T4"),
+        ("RTX 3090", 24, 936, 35.6, 35.6, 71, 71, "NVIDIA GA102 whitepaper, appendix A, RTX 3090"),
+        ("A100", 80, 2039, 19.5, 156, 312, 312, "NVIDIA A100 datasheet, A100 80GB SXM"),
+        ("RTX 4090", 24, 1008, 82.6, 82.6, 165.2, 165.2, "NVIDIA Ada whitepaper, appendix A, RTX 4090"),
+        ("H100", 80, 3350, 67, 494.5, 989.5, 989.5, "NVIDIA H100 datasheet, H100 SXM"),
+        ("H200", 141, 4800, 67, 494.5, 989.5, 989.5, "NVIDIA H200 datasheet, H200 SXM"),
+        ("B200", 180, 7700, 75, 1100, 2250, 2250, "NVIDIA Blackwell datasheet, HGX B200, one GPU"),
     ],
-    columns=["gpu", "memory", "cache", "bandwidth", "fp32", "tf32", "fp16", "bf16", "source"],
+    columns=["gpu", "memory", "bandwidth", "fp32", "tf32", "fp16", "bf16", "source"],
 ).set_index("gpu")
 
 
@@ -37,8 +35,7 @@ class TimeEstimate:
     `flops`: a multiply-add of a convolution, a matrix product or attention counts 2, all else 0. `bytes`: what the ops
     read and write, each tensor once an op. `seconds`: the larger of arithmetic and traffic, summed over the ops;
     `bound`: "memory" or "compute", whichever makes up most of it. `ops`: a row an op, with its phase, depthwise
-    (whether it is such a convolution), dtype, flops, bytes, intensity (FLOPs a byte), seconds and bound; `reads` and
-    `writes` are dicts of bytes by the number of a piece of memory.
+    (whether it is such a convolution), dtype, flops, bytes, intensity (FLOPs a byte), seconds and bound.
     """
 
     flops: int
@@ -66,8 +63,8 @@ def roofline(
     op; PyTorch's default on Ampere and newer is in between, TF32 in convolutions only. The other arguments are
     `predict_memory`'s; the first size of the first input is the number of images, or of texts.
 
-    No strict bound: Winograd's algorithm multiplies less than is counted. `on_gpu` adds a cache and launches, `fused`
-    is what a compiler could make of the ops.
+    No strict bound: Winograd's algorithm multiplies less than is counted. Notebook 19 compares the gains that this
+    predicts with all that were published.
 
     Raises ValueError for an unknown GPU, precision or optimizer, and for a precision that the GPU has no units for.
 
@@ -90,13 +87,8 @@ def roofline(
     )
 
 
-def on_gpu(ops: pd.DataFrame, gpu: str, precision: str, launch: float = 0.0, cache: bool = False) -> pd.DataFrame:
-    """The ops of a TimeEstimate on another of `GPUS`: with new `seconds`, `bound` and `idle`.
-
-    launch: seconds that the CPU needs to ask for an op. It asks for one after the other, and the GPU takes them in that
-        order: where it has nothing to do yet, it is `idle` before an op (seconds; 0 without launches).
-    cache: whether a tensor that an op reads may still lie in the GPU's L2 cache, which keeps whole tensors, those that
-        were touched last. What is written goes to memory all the same.
+def on_gpu(ops: pd.DataFrame, gpu: str, precision: str) -> pd.DataFrame:
+    """The ops of a TimeEstimate on another of `GPUS`: with new `seconds` and `bound`.
 
     Raises ValueError for an unknown GPU, and for a precision that it has no units for.
 
@@ -114,60 +106,7 @@ def on_gpu(ops: pd.DataFrame, gpu: str, precision: str, launch: float = 0.0, cac
     wide = peaks.tf32 if precision == "tf32" else peaks.fp32
     rates = {"float32": wide, "float16": peaks.fp16, "bfloat16": peaks.bf16}
     rate = ops.dtype.map(rates).fillna(wide).mask(ops.depthwise, peaks.fp32)
-    moved = _not_cached(ops, peaks.cache * 2**20) if cache else ops.bytes
-    arithmetic, traffic = ops.flops / rate / 1e12, moved / peaks.bandwidth / 1e9
-    ops = ops.assign(intensity=ops.flops / ops.bytes, seconds=np.maximum(arithmetic, traffic))
-    ops["bound"] = np.where(arithmetic > traffic, "compute", "memory")
-    done, asked, idle = 0.0, 0.0, []
-    for seconds in ops.seconds:
-        asked += launch
-        idle.append(max(0.0, asked - done))
-        done = max(done, asked) + seconds
-    return ops.assign(idle=idle)
-
-
-def _not_cached(ops, room):
-    """The bytes that each op moves to and from memory, with a cache of so many bytes that keeps what was touched."""
-    kept, used, moved = OrderedDict(), 0, []
-    for reads, writes in zip(ops.reads, ops.writes):
-        missed = sum(size for number, size in reads.items() if number not in kept)
-        moved.append(missed + sum(writes.values()))
-        for number, size in (reads | writes).items():
-            used += size - kept.pop(number, 0)
-            kept[number] = size
-        while used > room:
-            used -= kept.popitem(last=False)[1]
-    return np.array(moved)
-
-
-def fused(ops: pd.DataFrame) -> pd.DataFrame:
-    """The ops of a TimeEstimate as the best of compilers could run them: of those between two that have FLOPs it makes
-    one, which reads each tensor once, and writes what a later one needs. So it does with the optimizer's.
-
-    A real compiler is not as good: a batch norm must read its input twice, and different shapes do not merge.
-
-    Examples
-    --------
-    >>> import torch
-    >>> layers = [torch.nn.Linear(64, 64, bias=False), torch.nn.ReLU(), torch.nn.Tanh()]
-    >>> ops = roofline(lambda: torch.nn.Sequential(*layers), (64, 64), "fp32", "A100").ops
-    >>> fused(ops.query("phase == 'forward'")).op.tolist()
-    ['mm', 'relu']
-    """
-    product = ops.flops > 0
-    group = (product | product.shift(fill_value=True) | (ops.phase != ops.phase.shift())).cumsum()
-    last = {number: at for at, reads, writes in zip(group, ops.reads, ops.writes) for number in (*reads, *writes)}
-    kernels, there = {}, set()
-    for at, op in zip(group, ops.loc[:, "phase":"writes"].to_dict("records")):
-        kernel = kernels.setdefault(at, op | {"reads": {}, "writes": {}})  # named after its first op
-        for number, size in op["reads"].items():
-            if number not in kernel["writes"]:
-                kernel["reads"][number] = max(size, kernel["reads"].get(number, 0))
-        kernel["writes"] |= op["writes"]
-    for at, kernel in kernels.items():
-        there |= kernel["reads"].keys()
-        writes = {number: size for number, size in kernel["writes"].items() if number in there or last[number] > at}
-        there |= writes.keys()
-        kernel.update(writes=writes, bytes=sum(kernel["reads"].values()) + sum(writes.values()))
-    fewer = pd.DataFrame(kernels.values())
-    return fewer[fewer.bytes > 0].reset_index(drop=True)
+    arithmetic = ops.flops / rate / 1e12
+    traffic = ops.bytes / peaks.bandwidth / 1e9
+    bound = np.where(arithmetic > traffic, "compute", "memory")
+    return ops.assign(intensity=ops.flops / ops.bytes, seconds=np.maximum(arithmetic, traffic), bound=bound)

@@ -97,7 +97,7 @@ def _raise_if_any(source, rows):
         raise DatasetError("\n".join([f"{source}: {len(problems)} bad row(s).", *problems[:SHOWN], *more]))
 
 
-def read_image(file):
+def _read_image(file):
     """Decode an image file into a uint8 array of shape (height, width, 3) in RGB.
 
     Grey images get three equal channels, an alpha channel is dropped, 16-bit images become 8-bit, and the EXIF
@@ -152,7 +152,7 @@ class ImageDataset(Dataset):
 
     def resized(self, index, out=None):
         """The image as uint8, (height, width, 3), RGB, at the dataset's size; in the array `out` if there is one."""
-        return cv2.resize(read_image(self.files[index]), self.size, dst=out)
+        return cv2.resize(_read_image(self.files[index]), self.size, dst=out)
 
     def __getitem__(self, index):
         return torch.from_numpy(self.resized(index)).permute(2, 0, 1).float().div(255), self.labels[index]
@@ -167,7 +167,7 @@ def _image_problem(file):
     except Exception:  # damaged, or of a format that Pillow does not know, but perhaps OpenCV
         pass
     try:
-        read_image(file)
+        _read_image(file)
     except DatasetError as error:
         return str(error)
     return None

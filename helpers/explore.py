@@ -6,7 +6,6 @@ JupyterLab draws by itself, beside a picture of its first state for readers that
 
 import base64
 import io
-import json
 import sys
 
 import altair as alt
@@ -270,72 +269,6 @@ def drawn_runs(
     show(chart, text + "They choose the loss weight and scale.")
 
 
-def calculator(
-    parts: pd.DataFrame,
-    states: dict[str, dict[tuple[str, str], float]],
-    cards: dict[str, tuple[float, float]],
-    title: str,
-    start: dict,
-) -> None:
-    """The memory of a training step, a bar for each moment of it, by six inputs: model, precision,
-    optimizer, batch, GPUs and card.
-
-    `parts`: in GiB, one row per part, with columns `model`, `precision`, `moment`, `part`, `fixed`
-    (what is there anyway) and `each` (what is added for each in the batch). `states`: by optimizer,
-    then by (precision, moment), the bytes that it holds for each byte of weights. Several GPUs
-    divide all parts but "activations" and "autocast's copies". `cards`: by name, the GiB up to
-    which a step fits, and those beyond which it does not. `start`: where the inputs `model`,
-    `precision`, `batch`, `gpus` and `card` begin.
-    """
-    names = ["weights", "optimizer", "gradients", "autocast's copies", "activations"]
-    held = [parts.assign(optimizer="")]
-    weights = parts[parts.part == "weights"]
-    for optimizer, ratios in states.items():
-        ratio = [ratios[at] for at in zip(weights.precision, weights.moment)]
-        more = weights.assign(part="optimizer", optimizer=optimizer, each=0)
-        held.append(more.assign(fixed=ratio * weights.fixed))
-    held = pd.concat(held)
-    held = held.sort_values("part", key=lambda part: part.map(names.index), kind="stable")
-    moments = _distinct(parts.moment)
-    inputs = [
-        _select("model", _distinct(parts.model), start["model"]),
-        _select("precision", _distinct(parts.precision), start["precision"]),
-        _select("optimizer", list(states), next(iter(states))),
-        _slider("batch", "batch ", range(1, 513), start["batch"]),
-        _choice("gpus", "GPUs that share (FSDP2) ", [1, 2, 8, 64], start["gpus"]),
-        _select("card", list(cards), start["card"]),
-    ]
-    chosen = "datum.model == model && datum.precision == precision"
-    chosen += " && (datum.optimizer == '' || datum.optimizer == optimizer)"
-    whole = json.dumps(["activations", "autocast's copies"])
-    shared = f"(indexof({whole}, datum.part) < 0 ? gpus : 1)"
-    size = f"(datum.fixed + batch * datum.each) / {shared}"
-    base = alt.Chart(held.round(5)).transform_filter(chosen).transform_calculate(GiB=size)
-    x = alt.X("GiB:Q", scale=alt.Scale(domainMin=0))
-    y = alt.Y("moment:N", sort=moments, title=None)
-    legend = alt.Legend(columns=4)
-    color = alt.Color("part:N", scale=_colors(names), sort=names, legend=legend)
-    order = f"indexof({json.dumps(names)}, datum.part)"
-    bars = base.transform_calculate(order=order).mark_bar(height=34)
-    bars = bars.encode(x, y, color, order="order:Q")
-    peak = base.transform_aggregate(total="sum(GiB)", groupby=["moment"])
-    peak = peak.transform_aggregate(peak="max(total)")
-    limits = f"({json.dumps(cards)})[card]"
-    peak = peak.transform_calculate(fits=f"{limits}[0]", most=f"{limits}[1]")
-    near = alt.X("fits:Q", title="GiB a GPU; shaded: too near to tell")
-    limit = peak.mark_rect(color=NEUTRAL, opacity=0.3).encode(near, x2="most:Q")
-    says = "precision + ', batch ' + batch + ', ' + card + ': '"
-    says += " + format(datum.peak, ',.1f') + ' GiB '"
-    says += " + (datum.peak > datum.most ? 'do not fit'"
-    says += " : datum.peak > datum.fits ? 'are too near to tell' : 'fit')"
-    words = peak.transform_calculate(says=says).mark_text(x=0, y=-18, fontSize=13)
-    words = words.encode(text="says:N")
-    text = f"Bars of memory with six inputs: {title}. "
-    text += "Model, precision, optimizer, batch, GPUs and card."
-    size = {"width": WIDTH - 110, "height": 46 * len(moments)}
-    _show([bars, limit, words], inputs, title, text, offset=24, **size)
-
-
 def cast_map(traces: dict[str, pd.DataFrame], title: str) -> None:
     """Networks op by op, a line for each part, in the order of running; an input chooses one.
 
@@ -468,39 +401,6 @@ def replay(trace: dict, fast: float | None = None) -> pd.DataFrame:
     rows = pd.DataFrame(spans, columns=["work", "start", "end"])
     rows[["start", "end"]] -= times[0][0]
     return rows
-
-
-def timeline(rows: pd.DataFrame, parts: list[str], title: str) -> None:
-    """When each part of a machine works.
-
-    `rows`: one row per busy time, with columns `part`, `work`, `name`, `start` and `end` (ms).
-    `parts` are named from top to bottom; the last is the device: where it is idle, its line is
-    light red. `name` says what each time is: written on the first kind of work, or above it where
-    it is short, and shown where one points.
-    """
-    work = _distinct(rows.work)
-    end = float(rows.end.max())
-    rows = rows.assign(length=rows.end - rows.start, middle=(rows.start + rows.end) / 2).round(3)
-    room = rows.length > 0.05 * end
-    named = rows.work == work[0]
-    rows["says"] = rows.name.where(named & room, "")
-    rows["above"] = rows.name.where(named & ~room, "")
-    idle = f"no {work[-1]}"
-    rest = alt.Data(values=[{"part": parts[-1], "work": idle, "start": 0, "end": end}])
-    shades = ["#c4c4c4", COLORS["normal"], "#eba79e"]  # light, for dark words
-    color = alt.Color("work:N", scale=alt.Scale(domain=[*work, idle], range=shades))
-    x = alt.X("start:Q", title="ms", scale=alt.Scale(domain=[0, end], nice=False))
-    y = alt.Y("part:N", title=None, scale=alt.Scale(domain=parts))
-    look = {"x": x, "y": y, "x2": "end:Q", "color": color}
-    edge = alt.condition(f"datum.part != '{parts[-1]}'", alt.value(1), alt.value(0))
-    busy = alt.Chart(rows).mark_bar(stroke="white")
-    busy = busy.encode(**look, strokeWidth=edge, tooltip=["name:N", "length:Q"])
-    words = alt.Chart(rows).mark_text(fontSize=11, color="black")
-    words = words.encode(alt.X("middle:Q", title="ms"), y)
-    above = words.mark_text(angle=315, yOffset=-20, fontSize=11).encode(text="above:N")
-    layers = [alt.Chart(rest).mark_bar().encode(**look), busy, words.encode(text="says:N"), above]
-    text = f"When each part of the machine works: {title}."
-    _show(layers, [], title, text, offset=8, width=WIDTH, height=36 * len(parts))
 
 
 def switches(

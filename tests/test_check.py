@@ -101,8 +101,6 @@ def test_an_exponent_that_no_scale_holds_is_named(exponent, fits, capsys):
 @pytest.mark.parametrize(
     ("each", "mistake", "told"),
     [
-        (check.read_batch, "Ask for all of them at once.", "the number of reads is 3; it should be 1."),
-        (check.read_batch, "Read only", "the largest number of images in a read is 20; it should be 3."),
         (check.mean_loss, "Each read waits", "the number of losses read before the last step is 5; it should be 0."),
         (check.mean_loss, "Keep loss.detach()", "the number of older graphs kept alive is 4; it should be 0."),
         (check.mean_loss, "Join the losses", "the number of tensors read after the loop is 6; it should be 1."),

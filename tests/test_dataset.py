@@ -11,13 +11,14 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader
 
+from helpers import plots
 from helpers.dataset import (
     DATA,
     DatasetError,
     ImageDataset,
+    _read_image,
     load_pair,
     load_table,
-    read_image,
     write_pets,
     write_photographs,
 )
@@ -82,7 +83,7 @@ def test_items_are_float_rgb_and_label(photos):
 
 def test_grey_alpha_and_exif_are_read_as_one_sees_them(photos):
     files = load_table(photos).set_index("image").file
-    grey, alpha, rotated = (read_image(files[name]) for name in ("grey.png", "alpha.png", "rotated.jpg"))
+    grey, alpha, rotated = (_read_image(files[name]) for name in ("grey.png", "alpha.png", "rotated.jpg"))
     assert grey.shape == (40, 60, 3) and (grey == 200).all()
     assert alpha.shape == (40, 60, 3) and (alpha == RED).all()
     assert rotated.shape == (60, 80, 3)
@@ -268,15 +269,19 @@ def test_pets_take_the_digits_place_by_one_setting_of_07(tmp_path):
     lay_out_pets(tmp_path / "oxford-iiit-pet", {"trainval": rows[:32], "test": rows[32:]})  # so nothing is downloaded
     notebook = nbformat.read(DATA.parent / "notebooks" / "07_fp32_vs_amp_experiment.ipynb", as_version=4)
     sources = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
-    names = {}
-    for part in ("TRAIN_CSV = DATA", "manifest = hardware.manifest", "load_pair(TRAIN_CSV"):
-        (source,) = [source for source in sources if part in source]
-        exec(source.replace("PETS = None", f"PETS = {str(tmp_path)!r}"), names)
-    assert len(names["train_set"]) == 32 and len(names["test_set"]) == 8
+    names = {"plots": plots}
+    (settings,) = [source for source in sources if "TRAIN_CSV = DATA" in source]
+    exec(settings, names)
+    (told,) = [cell.source for cell in notebook.cells if '`TRAIN_CSV, TEST_CSV = write_pets("pets")`' in cell.source]
+    for line in re.findall(r"`([^`]*write_pets[^`]*)`", told):
+        exec(line.replace('"pets"', repr(str(tmp_path))), names)
+    (data,) = [source for source in sources if "= load_pair(TRAIN_CSV" in source]
+    exec(data, names)
     assert names["train_table"].label.value_counts().to_dict() == {0: 16, 1: 16}
+    assert len(names["test_table"]) == 8
 
 
 def test_made_photographs_have_a_photographs_size_and_both_labels(tmp_path):
     table = load_table(write_photographs(tmp_path, count=2))
     assert table.label.tolist() == [0, 1]
-    assert read_image(table.file[0]).shape == (1224, 1632, 3)
+    assert _read_image(table.file[0]).shape == (1224, 1632, 3)

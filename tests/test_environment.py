@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from PIL import Image
 
-from helpers import measure, ready, records
+from helpers import plots, ready, records
 from tools import chart, hero, invented, links
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -211,14 +211,12 @@ def test_notebook_07_judges_the_suite_s_records(beside, tmp_path, monkeypatch):
     if beside:
         invented.write(tmp_path)
     cells = nbformat.read(ROOT / "notebooks" / "07_fp32_vs_amp_experiment.ipynb", as_version=4).cells
-    names = {"records": records, "measure": measure, "pd": pd, "MARGIN": 1.2}
-    for words in ("def error_ratio(", "def wrong_answers(", "thirty = "):
+    names = {"records": records, "plots": plots, "pd": pd, "np": np}
+    for words in ("def compare(", "def seeds_needed(", "pairs = {", "trainings = []", "equal = ", "lambda_runs"):
         (source,) = [cell.source for cell in cells if cell.cell_type == "code" and words in cell.source]
         exec(source, names)
-    table = names["thirty"].loc["Intel Xeon"]
-    assert (table.seeds == 30).all() and len(table) == 3
-    assert table.verdict["bf16"] == "not worse"
-    assert table.verdict["fp16 + GradScaler"] == "undecided"
+    assert names["seen"].high["Xeon: bf16 beside FP32"] < 1.2
+    assert len(names["trainings"]) == 19 and len(names["equal"]) == 13
 
 
 def test_readme_s_chart_is_notebook_00_s():

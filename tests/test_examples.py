@@ -9,8 +9,9 @@ from helpers.check import exercise
 from tools.execute import NOTEBOOKS
 
 FILES = [path for package in ("halfbits", "helpers") for path in sorted(NOTEBOOKS.parent.glob(f"{package}/[a-z]*.py"))]
-MODULES = [f"{path.parent.name}.{path.stem}" for path in FILES]
+MODULES = [*(f"{path.parent.name}.{path.stem}" for path in FILES), "tools.record.measure"]
 WITH_EXAMPLES = {f"halfbits.{name}" for name in ("bisecting", "casts", "errors", "formats", "memory", "speed")}
+WITH_EXAMPLES |= {"tools.record.measure"}
 WITH_EXAMPLES |= {f"helpers.{name}" for name in ("bitview", "dataset", "measure", "records")}
 
 

@@ -10,7 +10,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-import vl_convert
 from PIL import Image
 
 from helpers import explore, records
@@ -34,29 +33,21 @@ RUN = pd.DataFrame(
     {"step": range(4), "scale": [4.0, 2.0, 2.0, 4.0], "tracker": [0, 0, 1, 0], "next scale": [2.0, 2.0, 4.0, 4.0]}
 )
 RUNS = {(weight, k): ([0.2, 0.1 * weight + k], torch.rand(10, 8, 8)) for weight in (1, 0.01) for k in (0, 8)}
-PARTS = pd.DataFrame(
-    [
-        ("resnet50", "FP32", "begins", "activations", 0.1, 0.08),
-        ("resnet50", "FP32", "begins", "weights", 0.1, 0),
-    ],
-    columns=["model", "precision", "moment", "part", "fixed", "each"],
-)
-STATES = {"Adam": {("FP32", "begins"): 2.0}, "SGD": {("FP32", "begins"): 0.0}}
+
+
 PATHS = {(name, update): [1.5, 1.5, 1.5 - update * 2.0**-11] for name in ("bf16", "fp16") for update in (1, 2)}
-BUSY = pd.DataFrame(
-    [("loop", "part", "load", 0, 9), ("loop", "part", "item", 9, 9.1), ("ops", "op", "aten::mm", 3, 5)],
-    columns=["part", "work", "name", "start", "end"],
-)
+
+
 LINES = [("scale(loss)", "loss"), ("unscale_()", "")]
 LOOPS = {(1, 1): ([65536.0, 1.01], "0.2"), (1, 0): ([65536.0, 2.0**-15], "0.7"), (0, 1): ([0.0], "stops")}
 LOOPS[0, 0] = ([1.0, float("nan")], "0.3")
-START = {"model": "resnet50", "precision": "FP32", "batch": 4, "gpus": 1, "card": "T4"}
+
+
 GRADIENTS = torch.tensor([2.0**-30, 2.0**-20, 1.0, 0.0])
 CHARTS = {  # nbval ignores them in the notebooks, and compares all others
     "fates": (explore.fates, GRADIENTS, range(0, 41), "Gradients"),
     "steps": (explore.steps, RUN, "Edge", 2),
     "drawn_runs": (explore.drawn_runs, RUNS, "Digits", (0.01, 0)),
-    "timeline": (explore.timeline, BUSY, ["loop", "ops"], "A trace"),
 }
 
 
@@ -91,15 +82,6 @@ def test_steps_say_what_gradscaler_did(chart):
     said = [row["says"] for rows in data[explore.VEGA_LITE]["datasets"].values() for row in rows if "fate" in row]
     assert said[0] == "a gradient is not finite: the step is skipped, the scale halves"
     assert said[2] == "all gradients are finite: the step is taken, clean step 2 of 2, so the scale doubles"
-
-
-def test_a_timeline_names_what_is_wide_enough(chart):
-    """What is written on the loop's parts, and shown where one points."""
-    spec = chart(*CHARTS["timeline"])[0][explore.VEGA_LITE]
-    (rows,) = spec["datasets"].values()
-    assert [row["above"] for row in rows] == ["", "item", ""]
-    assert [row["says"] for row in rows] == ["load", "", ""]
-    assert [each["field"] for each in spec["layer"][1]["encoding"]["tooltip"]] == ["name", "length"]
 
 
 def test_a_walk_has_a_tick_for_each_number_as_far_as_the_largest_update_goes(chart):
@@ -175,29 +157,3 @@ def test_colab_gets_html(chart, monkeypatch):
     monkeypatch.setitem(sys.modules, "google.colab", object())
     data, _, _ = chart(explore.show, alt.Chart(pd.DataFrame({"x": [1]})).mark_point(), "A dot.")
     assert set(data) == {"text/html", "text/plain"}
-
-
-def test_the_calculator_adds_each_optimizers_states_to_the_weights(chart):
-    data, _, _ = chart(explore.calculator, PARTS, STATES, {"T4": (10, 16)}, "Will it fit?", START)
-    ((_, rows),) = data[explore.VEGA_LITE]["datasets"].items()
-    states = {row["optimizer"]: row["fixed"] for row in rows if row["part"] == "optimizer"}
-    assert states == {"Adam": 0.2, "SGD": 0}
-    assert [row["part"] for row in rows] == ["weights", "optimizer", "optimizer", "activations"]
-
-
-def test_an_optimizer_may_need_more_at_one_moment(chart):
-    parts = pd.concat([PARTS, PARTS.assign(moment="steps")])
-    states = {"Adam": {("FP32", "begins"): 2.0, ("FP32", "steps"): 3.0}}
-    data, _, _ = chart(explore.calculator, parts, states, {"T4": (10, 16)}, "Will it fit?", START)
-    ((_, rows),) = data[explore.VEGA_LITE]["datasets"].items()
-    held = {row["moment"]: row["fixed"] for row in rows if row["part"] == "optimizer"}
-    assert held == {"begins": 0.2, "steps": 0.3}
-
-
-@pytest.mark.parametrize(("batch", "said"), [(1, "fit"), (2, "are too near to tell"), (5, "do not fit")])
-def test_the_calculator_has_three_answers(batch, said, chart):
-    """A prediction of 1 GiB a batch, on a card that surely holds 1.5 and has 4."""
-    parts, start = PARTS.assign(fixed=0.0, each=[1.0, 0.0]), START | {"batch": batch, "card": "A"}
-    data, _, _ = chart(explore.calculator, parts, STATES, {"A": (1.5, 4)}, "Fits?", start)
-    drawn = vl_convert.vegalite_to_svg(data[explore.VEGA_LITE], vl_version="5.8")
-    assert f"batch {batch}, A: {batch}.0 GiB {said}<" in drawn

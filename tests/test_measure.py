@@ -10,7 +10,8 @@ import pytest
 import torch
 from scipy.stats import bootstrap
 
-from helpers import measure
+from helpers.measure import kept_for_backward
+from tools.record import measure
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
@@ -50,15 +51,16 @@ def test_compare_finds_the_ratio_of_known_sleeps_under_drift(clock):
     arms = {"slow": sleeper(6), "fast": sleeper(3), "slow, again": sleeper(6)}
     times = measure.compare(arms, CPU, images=1, rounds=20, steps=3, drop=1)
     assert len(times) == 60 and times.groupby("arm").size().eq(20).all()
-    assert 2 in measure.speedup(times, "fast", "slow")
-    assert measure.speedup(times, "fast", "slow").value == pytest.approx(2, rel=0.01)
-    assert 1 in measure.speedup(times, "slow, again", "slow")
+    value, low, high = measure.speedup(times, "fast", "slow")
+    assert low <= 2 <= high and value == pytest.approx(2, rel=0.01)
+    _, low, high = measure.speedup(times, "slow, again", "slow")
+    assert low <= 1 <= high
 
 
 def test_interval_is_scipys_own():
     rng = np.random.default_rng(0)
     slow, fast = rng.lognormal(0, 0.1, 25), rng.lognormal(-0.5, 0.1, 25)
-    ratio = measure.speedup(table(slow=slow, fast=fast), "fast", "slow")
+    value, low, high = measure.speedup(table(slow=slow, fast=fast), "fast", "slow")
     expected = bootstrap(
         (slow, fast),
         lambda a, b, axis: np.median(a, axis) / np.median(b, axis),
@@ -67,19 +69,8 @@ def test_interval_is_scipys_own():
         method="percentile",
         rng=0,
     ).confidence_interval
-    assert (ratio.low, ratio.high) == pytest.approx((expected.low, expected.high))
-    assert ratio.value == np.median(slow) / np.median(fast) and ratio.value in ratio and 1 not in ratio
-
-
-def test_a_product_of_speedups_has_an_interval_and_ends_at_the_shortest_comparison():
-    rng = np.random.default_rng(0)
-    draw = lambda seconds, rounds=40: rng.normal(seconds, 0.05 * seconds, rounds)
-    first, second = table(a=draw(2.0), b=draw(1.0)), table(b=draw(1.0, 30), c=draw(1.0, 30))
-    single, both = measure.speedup(first, "b", "a"), measure.product((first, "b", "a"), (second, "c", "b"))
-    assert 2 in both and both.high - both.low > single.high - single.low
-    assert measure.product((first, "b", "a")) == single
-    assert measure.product((first, "b", "a"), (first, "a", "b")).value == pytest.approx(1)
-    assert np.isnan(measure.product((first, "b", "a"), (table(b=[1.0], c=[1.0]), "c", "b")).low)
+    assert (low, high) == pytest.approx((expected.low, expected.high))
+    assert value == np.median(slow) / np.median(fast) and 1 < low <= value <= high
 
 
 def test_summary_table():
@@ -92,11 +83,10 @@ def test_summary_table():
 
 
 def test_one_round_has_no_interval():
-    ratio = measure.speedup(table(a=[1.0], b=[1.0]), "a", "b")
-    assert np.isnan([ratio.value, ratio.low, ratio.high]).all() and 1 not in ratio
+    assert np.isnan(measure.speedup(table(a=[1.0], b=[1.0]), "a", "b")).all()
     assert measure.summary(table(a=[1.0], b=[2.0]), 1, "a").speedup.isna().all()
-    ratio = measure.speedup(table(a=[2.0, 3.0], b=[1.0, 1.0]), "a", "b")  # two are the fewest that have one
-    assert ratio.low < ratio.value < ratio.high
+    value, low, high = measure.speedup(table(a=[2.0, 3.0], b=[1.0, 1.0]), "a", "b")  # two are the fewest that have one
+    assert low < value < high
 
 
 @pytest.mark.parametrize(
@@ -166,40 +156,14 @@ def a_span(name, start, end, above=None, device="CPU", note=False):
     return SimpleNamespace(**span, cpu_parent=above, device_type=kind, is_user_annotation=note)
 
 
-def test_spans_are_parts_of_the_loop_outermost_ops_and_kernels_by_step():
-    linear = a_span("aten::linear", 1, 3)
-    events = [
-        linear,
-        a_span("aten::addmm", 1.5, 2, above=linear),
-        a_span("enumerate(DataLoader)", 0, 1),
-        a_span("forward", 0, 4),
-        a_span("backward", 4, 9),
-        a_span("aten::mm", 5, 6, above=a_span("MmBackward0", 4.5, 6.5)),
-        a_span("forward", 9, 12),
-        a_span("gemm", 10, 11, device="CUDA"),
-        a_span("forward", 9, 11, device="CUDA", note=True),
-        a_span("aten::zeros", -2, -1),  # before the first step
-    ]
-    found = measure.spans(events, ["forward", "backward"])
-    assert [*found[["part", "name", "phase", "step"]].itertuples(index=False, name=None)] == [
-        ("loop", "forward", "forward", 0),
-        ("ops", "aten::linear", "forward", 0),
-        ("loop", "backward", "backward", 0),
-        ("ops", "aten::mm", "backward", 0),
-        ("loop", "forward", "forward", 1),
-        ("kernels", "gemm", "forward", 1),
-    ]
-    assert found.start.tolist() == [0, 1, 4, 5, 9, 10] and found.end.tolist() == [4, 3, 9, 6, 12, 11]
-
-
 def test_kept_for_backward_counts_bytes_by_hand():
     model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Sigmoid())
     x = torch.randn(16, 8)
     # The linear layer keeps its input (its weight is a parameter), the sigmoid its output.
-    assert measure.kept_for_backward(model, lambda: model(x)) == {"float32": (16 * 8 + 16 * 4) * 4}
+    assert kept_for_backward(model, lambda: model(x)) == {"float32": (16 * 8 + 16 * 4) * 4}
     with torch.autocast("cpu", torch.bfloat16):
         # The input is kept as bfloat16; its gradient is not asked for, so no 16-bit weight is kept.
-        assert measure.kept_for_backward(model, lambda: model(x)) == {"bfloat16": (16 * 8 + 16 * 4) * 2}
+        assert kept_for_backward(model, lambda: model(x)) == {"bfloat16": (16 * 8 + 16 * 4) * 2}
 
 
 def test_kept_for_backward_leaves_nothing_alive():
@@ -210,7 +174,7 @@ def test_kept_for_backward_leaves_nothing_alive():
     def forward():
         outputs.append(weakref.ref(model(torch.randn(16, 8))))
 
-    measure.kept_for_backward(model, forward)
+    kept_for_backward(model, forward)
     gc.collect()
     assert outputs[0]() is None
 

@@ -20,8 +20,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from halfbits import memory, speed
 from halfbits._fake import on_device
 from halfbits._step import KINDS, OPTIMIZERS, _backward
-from halfbits.memory import growth, largest_batch, predict_memory
-from halfbits.speed import GPUS, fused, on_gpu, roofline
+from halfbits.memory import largest_batch, predict_memory
+from halfbits.speed import GPUS, on_gpu, roofline
 from helpers.measure import kept_for_backward
 
 NEWER = pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 cannot do it without a device")
@@ -729,53 +729,3 @@ def test_another_gpu_has_other_times_of_the_same_ops():
     assert again.drop(columns=["seconds", "bound"]).equals(ops.drop(columns=["seconds", "bound"]))
     there = roofline(lambda: nn.Sequential(nn.Linear(4096, 4096, bias=False), nn.ReLU()), (64, 4096), "fp32", "H100")
     assert again.equals(there.ops)
-
-
-def test_launches_are_waited_for_where_the_gpu_is_ahead():
-    """By hand: each op begins when it has been asked for and the one before it has ended."""
-    ops = chain(nn.ReLU(), nn.Tanh())
-    late = on_gpu(ops, "A100", "fp32", launch=1e-3)
-    assert late.idle.iloc[0] == pytest.approx(1e-3)
-    assert late.idle.iloc[1:].to_numpy() == pytest.approx(1e-3 - late.seconds.iloc[:-1].to_numpy())
-    assert (late.idle + late.seconds).sum() == pytest.approx(1e-3 * len(ops) + late.seconds.iloc[-1])
-    early = on_gpu(ops, "A100", "fp32", launch=1e-12)
-    assert early.idle.sum() == pytest.approx(1e-12) and on_gpu(ops, "A100", "fp32").idle.sum() == 0
-
-
-def test_a_cache_saves_what_was_touched_last_and_no_more(monkeypatch):
-    ops, size = chain(nn.ReLU(), nn.Tanh()).query("phase == 'forward'"), 4 * 64 * 4096
-    ops = ops[ops.op.isin(["mm", "relu", "tanh"])]
-    for room, missed in ((0, 4), (2.5, 2), (2 * 64 + 100, 2)):  # tensors that relu and tanh move
-        monkeypatch.setattr(speed, "GPUS", GPUS.assign(cache=room * size / 2**20))
-        times = on_gpu(ops, "A100", "fp32", cache=True)
-        assert times.seconds.iloc[1:].sum() == pytest.approx(missed * size / 2039e9)
-
-
-def test_a_compiler_makes_one_op_of_what_stands_between_two_products():
-    ops, size = chain(nn.ReLU(), nn.Tanh(), nn.Linear(4096, 4096, bias=False)), 4 * 64 * 4096
-    forward = fused(ops).query("phase == 'forward'")
-    assert forward.op.tolist()[:3] == ["mm", "relu", "mm"]
-    assert forward.bytes.iloc[1] == 3 * size, "reads one tensor; writes relu's output and tanh's, kept for backward"
-    inference = ops[ops.phase == "forward"]
-    assert fused(inference).bytes.iloc[1] == 2 * size, "relu's output is needed by nobody"
-    assert fused(ops).flops.sum() == ops.flops.sum()
-    assert (fused(ops).phase == "optimizer").sum() == 1
-
-
-@pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize(("precision", "copies"), [pytest.param("fp32", 0, marks=pytest.mark.weekly), ("bf16", 2)])
-def test_growth_tells_the_moments_of_another_batch(precision, copies, checkpointed):
-    def build():
-        model = timm.create_model("vit_tiny_patch16_224", depth=2, num_classes=1)
-        model.set_grad_checkpointing(checkpointed)
-        return model
-
-    grown = growth(build, lambda n: (n, 3, 224, 224), precision, checkpointed)
-    told = (grown.fixed + 20 * grown.each).groupby("moment").sum()
-    there = memory._at_moments(predict_memory(build, (20, 3, 224, 224), precision, "sgd")).groupby("moment").sum()
-    assert told.to_dict() == pytest.approx(there.to_dict(), rel=0.01)
-    weights = sum(weight.numel() for weight in build().parameters() if weight.ndim in (2, 4)) / 2**30
-    assert grown.fixed["autocast's copies", "forward ends"] == pytest.approx(copies * weights, rel=0.01)
-    assert grown.fixed["weights"].to_numpy() == pytest.approx(4 * weights, rel=0.05)
-    assert grown.fixed["gradients", "optimizer's step"] == pytest.approx(4 * weights, rel=0.05)
-    assert grown.each["activations", "optimizer's step"] == pytest.approx(3 * 224 * 224 * 4 / 2**30), "the batch"

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from halfbits import NonFinite, audit, watch
-from helpers import hardware, measure, records
+from helpers import hardware, records
+from tools.record import measure
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device (--gpu or --pretend CARD)")
 

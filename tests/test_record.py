@@ -11,10 +11,10 @@ from functools import partial
 import pytest
 import torch
 
-from helpers import measure, records
+from helpers import records
 from tools import invented
 from tools.record import __main__ as record
-from tools.record import decoder
+from tools.record import decoder, measure
 from tools.record.session import Session, Unit, raise_if_stopped
 
 

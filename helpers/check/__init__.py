@@ -8,7 +8,7 @@ from helpers.check.amp_training_loop import accumulated_step, clipped_step
 from helpers.check.autocast_op_tables import paste, rms_norm
 from helpers.check.beyond_fp16 import tile_amax
 from helpers.check.distributed_amp import bytes_sent, mean_over_processes, shard
-from helpers.check.faster_training import mean_loss, read_batch, to_float01
+from helpers.check.faster_training import mean_loss, to_float01
 from helpers.check.four_bits import block_exponent, to_e5m2
 from helpers.check.fp16_bit_layout import decode_fp16, encode_fp16, limits
 from helpers.check.fp32_vs_amp_experiment import bf16_step, verdict
@@ -16,10 +16,11 @@ from helpers.check.inference import in_four_bits
 from helpers.check.language_models import moves
 from helpers.check.library_integrations import optimizer_steps, trained
 from helpers.check.loss_scaling import largest_scale, next_state
+from helpers.check.memory import batch_that_fits, kept_bytes
 from helpers.check.old_code_translated import in_torch
-from helpers.check.predict_memory_and_speed import batch_that_fits, best_time, kept_bytes
 from helpers.check.rounding_and_range import kahan_sum, rms, smallest_step
 from helpers.check.same_weights_other_numbers import importance_ratio
+from helpers.check.speed import best_time
 from helpers.check.troubleshooting_clinic import case_of, first_bad, mended_step
 
 EXERCISES = {  # in the order of the notebooks
@@ -28,9 +29,9 @@ EXERCISES = {  # in the order of the notebooks
     "loss scaling": (next_state, largest_scale),
     "autocast op tables": (paste, rms_norm),
     "amp training loop": (accumulated_step, clipped_step),
-    "predict memory and speed": (kept_bytes, best_time, batch_that_fits),
+    "memory": (kept_bytes, batch_that_fits),
     "fp32 vs amp experiment": (verdict, bf16_step),
-    "faster training": (to_float01, mean_loss, read_batch),
+    "faster training": (to_float01, mean_loss),
     "distributed amp": (shard, bytes_sent, mean_over_processes),
     "library integrations": (optimizer_steps, trained),
     "beyond fp16": (tile_amax,),
@@ -40,6 +41,7 @@ EXERCISES = {  # in the order of the notebooks
     "old code translated": (in_torch,),
     "four bits": (block_exponent, to_e5m2),
     "same weights other numbers": (importance_ratio,),
+    "speed": (best_time,),
 }
 
 

@@ -3,7 +3,6 @@
 import functools
 import weakref
 
-import numpy as np
 import torch
 
 from helpers.check.exercise import Reply, equal, exercise
@@ -159,100 +158,3 @@ def _read_later(step, batches):
 def mean_loss(step, batches):
     """`mean_loss(step, batches)` is the mean of step(*batch), a float; no graphs kept, no read in each step."""
     return _summed(step, batches).item() / len(batches)
-
-
-class _Ascending:
-    """Rows on a disk that can be read in ascending order only, as h5py wants it; counts the reads."""
-
-    def __init__(self, rows):
-        self.rows, self.reads, self.most = rows, 0, 0
-        self.shape, self.dtype = rows.shape, rows.dtype
-
-    def __len__(self):
-        return len(self.rows)
-
-    def __getitem__(self, indices):
-        self.reads += 1
-        if isinstance(indices, slice):
-            self.most = max(self.most, len(self.rows[indices]))
-            return self.rows[indices].copy()
-        chosen = np.atleast_1d(np.asarray(indices))
-        if (np.diff(chosen) <= 0).any():
-            raise TypeError("Indexing elements must be in increasing order")
-        self.most = max(self.most, len(chosen))
-        return self.rows[int(indices)].copy() if np.ndim(indices) == 0 else self.rows[chosen]
-
-
-def _batch(answer, indices):
-    rows = np.arange(20, dtype=np.uint8)[:, None, None, None].repeat(2, 1).repeat(3, 2).repeat(3, 3)
-    disk = _Ascending(rows)
-    given = answer(disk, torch.arange(20.0).unsqueeze(1), list(indices))
-    if not isinstance(given, (tuple, list)) or len(given) != 2:
-        raise Reply("asked for are two values, (images, labels).")
-    images, labels = given
-    for name, each in (("images", images), ("labels", labels)):
-        if not isinstance(each, torch.Tensor):
-            raise Reply(f"the {name} are {type(each).__name__}. Return a tensor: torch.from_numpy makes one.")
-    return {
-        "the dtype of the images": images.dtype,
-        "the number of reads": disk.reads,
-        "the largest number of images in a read": disk.most,
-        "the shape of the images": tuple(images.shape),
-        "the shape of the labels": tuple(labels.shape),
-        "the list of images": images[:, 0, 0, 0].tolist(),
-        "the list of labels": labels.flatten().int().tolist(),
-    }
-
-
-def _read(images, labels, indices):
-    order = np.argsort(indices)
-    ascending = [indices[i] for i in order]
-    return torch.from_numpy(images[ascending][np.argsort(order)]), labels[indices]
-
-
-def _in_ascending_order(images, labels, indices):
-    return torch.from_numpy(images[sorted(indices)]), labels[sorted(indices)]
-
-
-def _sorted_twice(images, labels, indices):
-    return torch.from_numpy(images[sorted(indices)][np.argsort(indices)]), labels[indices]
-
-
-def _as_arrays(images, labels, indices):
-    batch, chosen = _read(images, labels, indices)
-    return batch.numpy(), chosen
-
-
-def _as_floats(images, labels, indices):
-    batch, chosen = _read(images, labels, indices)
-    return batch.float(), chosen
-
-
-@exercise(
-    cases=[([3, 7, 8],), ([14, 2, 9, 5],), ([9, 0, 1, 19, 4, 12],)],
-    mistakes={
-        "That is ascending: undo the sorting.": _in_ascending_order,
-        "The order is to be undone with its inverse: argsort of argsort.": _sorted_twice,
-        "Ask for all of them at once.": lambda images, labels, indices: (
-            torch.stack([torch.from_numpy(images[i]) for i in indices]),
-            labels[indices],
-        ),
-        "Return a tensor: torch.from_numpy makes one.": _as_arrays,
-        "Leave them uint8: the device makes floats of them.": _as_floats,
-        "The labels belong in the order that was asked for.": lambda images, labels, indices: (
-            _read(images, labels, indices)[0],
-            labels[sorted(indices)],
-        ),
-        "Read only what is asked for.": lambda images, labels, indices: (
-            torch.from_numpy(images[:][indices]),
-            labels[indices],
-        ),
-        "asked for are two values, (images, labels).": lambda *arguments: _read(*arguments)[0],
-        "must be in increasing order": lambda images, labels, indices: torch.from_numpy(images[indices[::-1]]),
-    },
-    observe=_batch,
-    show=lambda indices: f"the indices {indices}",
-)
-def read_batch(images, labels, indices):
-    """`read_batch(images, labels, indices)` reads once, ascending, and returns the batch in the order asked."""
-    return _read(images, labels, indices)

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from helpers import DATA, hardware, measure
+from helpers import DATA, hardware
+from tools.record import measure
 from tools.record.session import Unit, use_float32
 
 STEPS = 100

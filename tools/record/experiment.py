@@ -6,7 +6,9 @@ import numpy as np
 import pandas as pd
 import torch
 
-from helpers import DATA, hardware, measure
+from helpers import DATA, hardware
+from helpers.measure import kept_for_backward
+from tools.record import measure
 from tools.record.session import Unit, raise_if_stopped, use_float32
 
 LAYOUTS = {"NCHW": torch.contiguous_format, "channels_last": torch.channels_last}
@@ -118,7 +120,7 @@ def memory(session, layout):
     images, labels = resident_batch(session, layout)
     for name, arm in arms_of(session.device).items():
         model, *others = build(session, arm["dtype"], layout, lr=0.0)
-        kept = measure.kept_for_backward(model, partial(loss_of, arm, model, images, labels))
+        kept = kept_for_backward(model, partial(loss_of, arm, model, images, labels))
         step = partial(train_step, arm, model, *others, images, labels)
         results = {"memory": measure.memory(step, session.device), "kept_for_backward": kept}
         results["joules_per_image"] = measure.energy(step, len(images), session.device, seconds=3)

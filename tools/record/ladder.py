@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from helpers import hardware, measure
+from helpers import hardware
+from tools.record import measure
 from tools.record.experiment import settings
 from tools.record.session import Unit, raise_if_stopped, use_float32
 

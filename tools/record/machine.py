@@ -6,7 +6,8 @@ from functools import partial
 import numpy as np
 import torch
 
-from helpers import hardware, measure
+from helpers import hardware
+from tools.record import measure
 from tools.record.session import Unit, use_float32
 
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

@@ -5,8 +5,8 @@ from functools import cache, partial
 import pandas as pd
 import torch
 
-from helpers import hardware, measure
-from tools.record import decoder
+from helpers import hardware
+from tools.record import decoder, measure
 from tools.record.session import Unit, use_float32
 
 NETWORKS = ["tf_efficientnet_b0", "regnety_008", "resnet50", "convnext_tiny", "vit_small_patch16_224"]
@@ -59,6 +59,7 @@ def of_the_decoder(session):
         step = partial(train_step, model, optimizer, tokens, WAYS[way], decoder.loss_of)
         config = {"shape": shape, "sequences": sequences, "tokens": length, "optimizer": "adamw"}
         results = {"peak": measure.memory(step, session.device), "weights": count(model)}
+        results["predicted"] = predicted_decoder(tuple(shape), sequences, length, way)
         session.save("06 decoder memory", way, config, results)
         model = tokens = optimizer = step = None
 

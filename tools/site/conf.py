@@ -101,12 +101,29 @@ def adapt(app, name, source):
 def lead_on(app, name, template, context, doctree):
     """Lead an address of a heading that has moved to where it stands now."""
     if name in MOVED:
-        up = "../" * name.count("/")
-        places = {}
-        for anchor, place in MOVED[name].items():
-            page, _, there = place.partition("#")
-            places[anchor] = f"{up}{page}.html" + (f"#{there}" if there else "")
-        context["body"] += LEAD_ON.format(places=json.dumps(places))
+        context["body"] += LEAD_ON.format(places=json.dumps(places_from(name)))
+
+
+def places_from(name):
+    """Where the headings of a page stand now, as links from that page."""
+    up = "../" * name.count("/")
+    places = {}
+    for anchor, place in MOVED[name].items():
+        page, _, there = place.partition("#")
+        places[anchor] = f"{up}{page}.html" + (f"#{there}" if there else "")
+    return places
+
+
+def write_moved_pages(app, exception):
+    """For each page that is gone, one that leads its old address on."""
+    gone = [name for name in MOVED if "the-page" in MOVED[name] and not exception]
+    for name in gone:
+        places = places_from(name)
+        link = places["the-page"]
+        head = f'<title>Moved</title><meta charset="utf-8"><meta http-equiv="refresh" content="1; url={link}">'
+        script = LEAD_ON.format(places=json.dumps(places))
+        text = f'<!doctype html>{head}{script}<p>This page has moved <a href="{link}">here</a>.</p>\n'
+        (Path(app.outdir) / f"{name}.html").write_text(text, encoding="utf-8")
 
 
 def chart(output):
@@ -172,3 +189,4 @@ def setup(app):
     app.connect("doctree-read", describe_figures)
     app.connect("html-page-context", lead_on)
     app.connect("build-finished", open_at_readme)
+    app.connect("build-finished", write_moved_pages)

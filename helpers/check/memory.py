@@ -1,10 +1,10 @@
-"""Exercises of the notebook that predicts memory and speed."""
+"""Exercises of the notebook about memory."""
 
 import functools
 
 import torch
 
-from helpers.check.exercise import Reply, equal, exercise
+from helpers.check.exercise import Reply, exercise
 from helpers.measure import kept_for_backward
 
 
@@ -80,29 +80,6 @@ def _counted(key, size, left_out=("parameters", "buffers")):
 def kept_bytes(model, images):
     """`kept_bytes(model, images)` is the bytes that forward keeps for backward, the model's own tensors left out."""
     return sum(kept_for_backward(model, functools.partial(model, images)).values())
-
-
-def _time(combine, flops, moved, rate, bandwidth):
-    return combine(flops / rate, moved / bandwidth), "compute" if flops / rate > moved / bandwidth else "memory"
-
-
-@exercise(
-    cases=[(8e12, 1e9, 4e12, 1e12), (1e9, 6e12, 1e12, 2e12), (0, 1e6, 1e12, 1e9)],
-    mistakes={
-        "You add up two times that pass at once: the longer one counts.": lambda *op: _time(lambda a, b: a + b, *op),
-        "The longer of the two times counts, not the shorter.": functools.partial(_time, min),
-        "It waits for what takes longer.": lambda *op: (best_time.reference(*op)[0], "memory"),
-        "Return two values, the seconds and the word.": lambda *op: best_time.reference(*op)[0],
-        "First the seconds, then the word.": lambda *op: best_time.reference(*op)[::-1],
-    },
-    same=functools.partial(equal, rel=1e-6),
-    show=lambda flops, moved, rate, bandwidth: (
-        f"{flops:g} FLOPs at {rate:g} FLOP/s and {moved:g} bytes at {bandwidth:g} bytes/s"
-    ),
-)
-def best_time(flops, bytes, rate, bandwidth):
-    """`best_time(flops, bytes, rate, bandwidth)` is the time of an op by the roofline, and what it waits for."""
-    return _time(max, flops, bytes, rate, bandwidth)
 
 
 def _searched(answer, right, memory):
