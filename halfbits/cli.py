@@ -394,7 +394,7 @@ def _explain(options):
             print(f"       {entry['fix']}")
         else:
             print(f"  Fix: {entry['fix']}")
-        print(f"  More: notebook {notebook[:2]} of Half the Bits, {heading}\n")
+        print(f"  More: notebook {notebook.partition('_')[0]} of Half the Bits, {heading}\n")
     return 0
 
 

@@ -56,7 +56,7 @@ def explain(text: str) -> pd.DataFrame:
     Examples
     --------
     >>> explain("E   ValueError: Attempting to unscale FP16 gradients.").case.item()
-    '14_troubleshooting_clinic#Attempting to unscale FP16 gradients'
+    '14a_stops_with_an_error#Attempting to unscale FP16 gradients'
     """
     table = messages()
     symptoms = messages("symptom")[:-1]  # the last asks for a message

@@ -14,7 +14,7 @@ ASK = "Paste the last line of an error or a warning, or all of the traceback."
 NO_MESSAGE = "No message? Say what you see: nan, overflow, memory, slow, worse."
 TRY = "Try a few words of the line that names the error. Or ask by symptom, or look at the run with audit and watch:"
 WAYS = ["My loss is NaN", "My loss scale falls or grows", "My run learns worse, or not at all"]  # the clinic's
-WAYS += ["My step is not faster", "My memory did not drop", "What is used here: audit and watch"]
+WAYS += ["My step is not faster", "My memory did not drop", "Two instruments: audit and watch"]
 ARROW = "\N{RIGHTWARDS ARROW}"
 WIDTH, LINE, HEIGHT = 520, 17, 15 * 17  # pixels; so wide are charts on a phone
 
@@ -75,7 +75,7 @@ def _laid_out(texts):
     row, top = {"pattern": texts["pattern"], "said": texts.get("said", "")}, 0
     if "case" in texts:
         notebook, heading = texts["case"].split("#")
-        texts = texts | {"case": f"{ARROW} notebook {notebook[:2]}, {heading}"}
+        texts = texts | {"case": f"{ARROW} notebook {notebook.partition('_')[0]}, {heading}"}
         row["case link"] = f"{notebook}.html#{anchor(heading)}"
     if "slug" in texts:
         texts = texts | {"page": f"{ARROW} the page of this message, with its source and other wordings"}

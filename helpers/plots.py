@@ -266,52 +266,6 @@ def curves(table, x, y, by, title, log2=(), log10=(), from_zero=True, shade=None
 
 
 @_in_style
-def histogram(values, title, x, edges, shade=None):
-    """How many of `values` lie between each two of `edges`, along an axis called `x`.
-
-    shade: `{what becomes of them: (from, to)}`, whose colour the bars there have.
-    """
-    axes, shade = _axes(title), shade or {}
-    counts, _, drawn = axes.hist(values, edges, color=NEUTRAL)
-    for text, (start, end) in shade.items():
-        for bar in drawn:
-            if start <= bar.get_x() < end:
-                bar.set(color=color_of(text))
-    _shade(axes, shade)
-    axes.set(xlabel=x, ylabel="how many", xlim=(edges[0], edges[-1]))
-    axes.margins(y=0.2 if shade else 0.05)  # room for the words above the bars
-    fullest = counts.argmax()
-    most = {"most": f"{counts[fullest]:,.0f} around {np.mean(edges[fullest : fullest + 2]):,.3g}"}
-    places = {text: f"from {start:,.3g} to {end:,.3g}" for text, (start, end) in shade.items()}
-    _show(axes.figure, f"Histogram: {title}. How many by {x}", most | places)
-
-
-@_in_style
-def ranges(table, title, x, over=None):
-    """A row a format: a bar from the smallest normal number to the largest, and a thin one down to the smallest
-    subnormal; columns `subnormal`, `normal`, `max` and `says`, which is written beside the row.
-
-    over: `{words: (from, to)}`, numbers that should fit, drawn behind the rows.
-    """
-    axes = _axes(title, 1.3 + 0.38 * len(table))
-    for text, (start, end) in (over or {}).items():
-        axes.axvspan(start, end, color=NEUTRAL, alpha=0.2, linewidth=0)
-        axes.annotate(text, (np.sqrt(start * end), 1), xycoords=("data", "axes fraction"), ha="center", va="bottom")
-    for row, bounds in enumerate(table.itertuples()):
-        color = color_of(bounds.Index)
-        axes.plot([bounds.subnormal, bounds.normal], [row, row], color=color, linewidth=3)
-        axes.plot([bounds.normal, bounds.max], [row, row], color=color, linewidth=11, solid_capstyle="butt")
-        at = {"xytext": (6, 0), "textcoords": "offset points", "va": "center", "color": color}
-        axes.annotate(bounds.says, (bounds.max, row), **at)
-    axes.set_yticks(range(len(table)), table.index)
-    axes.set_xscale("log", base=2)
-    axes.set(xlabel=x, ylim=(len(table) - 0.4, -1))
-    _mark_powers(axes)
-    spans = {row.Index: f"{row.says}, from {row.subnormal:.3g} to {row.max:.3g}" for row in table.itertuples()}
-    _show(axes.figure, f"A row a format: {title}. {x}", spans)
-
-
-@_in_style
 def points(table, x, by, title, reference, named, kind=None):
     """One dot a row of `table` at column `x`, in one line for each value of column `by`, with the mean as a bar,
     and a vertical line at `reference`, `named` so.

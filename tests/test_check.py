@@ -28,7 +28,7 @@ def solutions():
         mine = {re.search(r"def (\w+)\(", block)[1]: block for block in blocks}
         assert set(re.findall(r"^check\.(\w+)\(\w", text, re.MULTILINE)) == set(mine), path.name
         if mine:
-            found[path.stem[3:].replace("_", " ")] = mine
+            found[path.stem.partition("_")[2].replace("_", " ")] = mine
     return found
 
 
@@ -115,12 +115,6 @@ def test_what_an_answer_did_is_told(each, mistake, told, capsys):
 @pytest.mark.parametrize("scale", [3.0, 0.0, -2.0])
 def test_a_scale_that_is_no_power_of_two_is_named(scale, capsys):
     assert f"you give {scale:g}. That is no power of two." in said(check.largest_scale, lambda _: scale, capsys)
-
-
-@pytest.mark.parametrize("code", [0x10000, -1, 1.0])
-def test_a_code_that_no_16_bits_hold_is_named(code, capsys):
-    words = said(check.encode_fp16, lambda value: code, capsys)
-    assert f"you give {code!r}. A code is an integer from 0 to 0xffff." in words
 
 
 @pytest.mark.parametrize(

@@ -164,28 +164,6 @@ def test_rows_of_pictures_bear_their_names(shape, figure):
     assert drawn.alt == "Rows of pictures: Digits: original 4 pictures, mean 1.00; fp16 3 pictures, mean 0.00."
 
 
-def test_histogram_counts_between_the_edges_in_the_colour_of_their_fate(figure):
-    shade = {"becomes 0": (0, 1), "normal": (1, 2)}
-    drawn = figure(plots.histogram, [0.1, 0.2, 1.5], "Halves", "value", [0, 1, 2], shade=shade)
-    bars = drawn.axes[0].patches[:2]
-    assert [bar.get_height() for bar in bars] == [2, 1]
-    assert [to_hex(bar.get_facecolor()) for bar in bars] == [COLORS["becomes 0"], COLORS["normal"]]
-    assert {"Halves", "value", "becomes 0", "normal"} <= set(texts(drawn))
-    assert drawn.alt.startswith("Histogram: Halves. How many by value: most 2 around 0.5;")
-
-
-def test_ranges_are_a_row_a_format(figure):
-    columns = ["subnormal", "normal", "max", "says"]
-    rows = [[2.0**-24, 2.0**-14, 65504.0, "11 bits"], [2.0**-133, 2.0**-126, 3e38, "8 bits"]]
-    table = pd.DataFrame(rows, ["fp16", "bf16"], columns)
-    drawn = figure(plots.ranges, table, "Range", "size", over={"gradients": (2.0**-40, 1.0)})
-    assert {"Range", "size", "fp16", "bf16", "11 bits", "8 bits", "gradients"} <= set(texts(drawn))
-    thin, thick = drawn.axes[0].lines[:2]
-    assert list(thin.get_xdata()) == [2.0**-24, 2.0**-14]
-    assert list(thick.get_xdata()) == [2.0**-14, 65504.0]
-    assert drawn.alt.startswith("A row a format: Range. size: fp16 11 bits, from 5.96e-08 to 6.55e+04; bf16 8 bits,")
-
-
 def test_a_logarithmic_axis_within_two_powers_is_drawn(figure):
     table = pd.DataFrame({"epoch": [1, 2], "loss": [0.4, 0.6], "arm": "bf16"})
     assert figure(plots.curves, table, "epoch", "loss", "arm", "Loss", log10=["loss"]).axes[0].get_yscale() == "log"

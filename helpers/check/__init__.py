@@ -10,10 +10,11 @@ from helpers.check.beyond_fp16 import tile_amax
 from helpers.check.distributed_amp import bytes_sent, mean_over_processes, shard
 from helpers.check.faster_training import mean_loss, to_float01
 from helpers.check.four_bits import block_exponent, to_e5m2
-from helpers.check.fp16_bit_layout import decode_fp16, encode_fp16, limits
+from helpers.check.fp16_bit_layout import decode_fp16, limits
 from helpers.check.fp32_vs_amp_experiment import bf16_step, verdict
 from helpers.check.inference import in_four_bits
 from helpers.check.language_models import moves
+from helpers.check.learns_worse import mended_step
 from helpers.check.library_integrations import optimizer_steps, trained
 from helpers.check.loss_scaling import largest_scale, next_state
 from helpers.check.memory import batch_that_fits, kept_bytes
@@ -21,10 +22,10 @@ from helpers.check.old_code_translated import in_torch
 from helpers.check.rounding_and_range import kahan_sum, rms, smallest_step
 from helpers.check.same_weights_other_numbers import importance_ratio
 from helpers.check.speed import best_time
-from helpers.check.troubleshooting_clinic import case_of, first_bad, mended_step
+from helpers.check.troubleshooting_clinic import case_of, first_bad
 
 EXERCISES = {  # in the order of the notebooks
-    "fp16 bit layout": (decode_fp16, encode_fp16, limits),
+    "fp16 bit layout": (decode_fp16, limits),
     "rounding and range": (smallest_step, kahan_sum, rms),
     "loss scaling": (next_state, largest_scale),
     "autocast op tables": (paste, rms_norm),
@@ -37,7 +38,8 @@ EXERCISES = {  # in the order of the notebooks
     "beyond fp16": (tile_amax,),
     "language models": (moves,),
     "inference": (in_four_bits,),
-    "troubleshooting clinic": (first_bad, case_of, mended_step),
+    "troubleshooting clinic": (first_bad, case_of),
+    "learns worse": (mended_step,),
     "old code translated": (in_torch,),
     "four bits": (block_exponent, to_e5m2),
     "same weights other numbers": (importance_ratio,),

@@ -3,13 +3,9 @@
 import functools
 import math
 
-import numpy as np
-
 from halfbits.formats import FORMATS
 from helpers.bitview import BitView
 from helpers.check.exercise import Case, Reply, exercise
-
-_HALF = FORMATS["fp16"]
 
 
 def _decoded(code, bias=15, implicit=1, subnormals=True):
@@ -52,70 +48,6 @@ def _biased(bias):
 def decode_fp16(code):
     """`decode_fp16(code)` is the value, a float, of a 16-bit code."""
     return _decoded(code)
-
-
-def _value_of_code(answer, value):
-    code = answer(value)
-    code = code.item() if hasattr(code, "item") else code
-    if not isinstance(code, int) or not 0 <= code <= 0xFFFF:
-        raise Reply(f"for {value!r} you give {code!r}. A code is an integer from 0 to 0xffff.")
-    return _decoded(code)
-
-
-def _to_encode():
-    """Numbers that tell mistakes apart, a thousand ties, a thousand numbers of any size, and NaN."""
-    rng = np.random.default_rng(0)
-    finite = _HALF.decode(rng.integers(0, 0x7BFF, 1000))
-    ties = finite + _HALF.spacing(finite) / 2
-    random = rng.choice([-1, 1], 1000) * 2 ** rng.uniform(-27, 17, 1000)
-    return [
-        Case((1.0,), "2^0 needs the exponent field 15, and the 1 in front is not stored."),
-        Case((-2.0,), "A negative number has the highest bit set."),
-        Case((0.0,), "All bits of zero are 0. Take care that it has no leading 1 to be found."),
-        Case((1.0009,), "The nearest is the next number above 1: round, do not cut off."),
-        Case((2049.0,), "2048 and 2050 are equally near. Of two such numbers, the one with the even fraction wins."),
-        Case((2051.0,), "2050 and 2052 are equally near. Of two such numbers, the one with the even fraction wins."),
-        Case((1 + 2**-11 + 2**-30,), "It is nearer to the next number above 1. Round once, not first to float32."),
-        Case((2047.9,), "It rounds up to 2048: the fraction is full, and the exponent grows by 1."),
-        Case((2.0**-24,), "Below 2^-14 numbers are subnormal: the spacing stays 2^-24."),
-        Case((2.0**-26,), "It is nearer to 0 than to 2^-24."),
-        Case((65519.0,), "It is nearer to 65504 than to 65536, which would be the next number."),
-        Case((65520.0,), "From the middle between 65504 and 65536 on, numbers become infinity, exponent field 31."),
-        Case((-math.inf,), "Infinity has exponent field 31 and fraction 0."),
-        Case((-0.0,), "Zero has a sign too: math.copysign(1, value) tells."),
-        *((value,) for value in [*ties.tolist(), *random.tolist(), math.nan]),
-    ]
-
-
-def _cut_off(value):
-    code = int(_HALF.encode(value))
-    return code - bool(abs(_HALF.decode(code)) > abs(value))
-
-
-def _ties_away(value):
-    code, spacing = int(_HALF.encode(value)), _HALF.spacing(value)
-    return code + bool(abs(value) < 65504 and abs(_HALF.decode(code)) == abs(value) - spacing / 2)
-
-
-@exercise(
-    cases=_to_encode,
-    mistakes={
-        "Round to the nearest, do not cut off.": _cut_off,
-        "Of two numbers as near, take the one with the even fraction.": _ties_away,
-        "Numbers too large become infinity, not 65504.": lambda value: int(_HALF.encode(value, saturate=True)),
-        "A negative number has the highest bit set.": lambda value: int(_HALF.encode(abs(value))),
-        "Zero has a sign too": lambda value: int(_HALF.encode(value)) if value else 0,
-        "Round once, not first to float32.": lambda value: int(_HALF.encode(np.float32(value))),
-        "NaN's fraction is not 0.": lambda value: int(_HALF.encode(value)) if value == value else 0x7C00,
-        "A code is an integer from 0 to 0xffff.": lambda value: value.hex(),
-    },
-    observe=_value_of_code,
-    show=repr,
-    draw=lambda given, right, value: [BitView(given, "fp16"), BitView(value, "fp16")],
-)
-def encode_fp16(value):
-    """`encode_fp16(value)` is the 16-bit code nearest to a float; of two as near, the even one. NaN: any NaN's code."""
-    return int(_HALF.encode(value))
 
 
 def _four(answer, name):

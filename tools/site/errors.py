@@ -63,7 +63,7 @@ def page(entry):
         cause=_plain(entry.cause),
         needs=f"{entry.needs}\n" if entry.needs else "",
         fix=entry.fix,
-        number=notebook[:2],
+        number=notebook.partition("_")[0],
         heading=_plain(heading),
         notebook=notebook,
         anchor=anchor(heading),
