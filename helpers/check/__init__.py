@@ -19,14 +19,14 @@ from helpers.check.library_integrations import optimizer_steps, trained
 from helpers.check.loss_scaling import largest_scale, next_state
 from helpers.check.memory import batch_that_fits, kept_bytes
 from helpers.check.old_code_translated import in_torch
-from helpers.check.rounding_and_range import kahan_sum, rms, smallest_step
+from helpers.check.rounding_and_range import rms, smallest_step
 from helpers.check.same_weights_other_numbers import importance_ratio
 from helpers.check.speed import best_time
 from helpers.check.troubleshooting_clinic import case_of, first_bad
 
 EXERCISES = {  # in the order of the notebooks
     "fp16 bit layout": (decode_fp16, limits),
-    "rounding and range": (smallest_step, kahan_sum, rms),
+    "rounding and range": (smallest_step, rms),
     "loss scaling": (next_state, largest_scale),
     "autocast op tables": (paste, rms_norm),
     "amp training loop": (accumulated_step, clipped_step),

@@ -6,7 +6,7 @@ import torch
 
 from halfbits.formats import FORMATS
 from helpers.bitview import BitView
-from helpers.check.exercise import Reply, called, exercise
+from helpers.check.exercise import Reply, exercise
 
 
 def _power(answer, code, name):
@@ -50,28 +50,6 @@ def smallest_step(weight, name):
     return spacing / 2 if FORMATS[name].encode(weight) % 2 else spacing
 
 
-def _total(answer, terms):
-    total = called(answer, terms)
-    if getattr(total, "dtype", None) != torch.float16 or total.dim():
-        kind = getattr(total, "dtype", type(total).__name__)
-        raise Reply(f"the total is {kind}, of shape {tuple(getattr(total, 'shape', ()))}. Keep a torch.float16 scalar.")
-    return total
-
-
-def _one_by_one(terms):
-    total = terms.new_zeros(())
-    for term in terms:
-        total = total + term
-    return total
-
-
-def _to_sum():
-    random = torch.rand(3000, generator=torch.Generator().manual_seed(0)).half()
-    return [(torch.tensor(terms, dtype=torch.float16),) for terms in ([1.0] * 4096, [1000, 1], [1, 1000, 2])] + [
-        (random,)
-    ]
-
-
 def _within(spacings):
     """Whether a number is so many of fp16's spacings away at most."""
 
@@ -80,22 +58,6 @@ def _within(spacings):
         return abs(given - right) <= spacings * FORMATS["fp16"].spacing(right) or given == right
 
     return same
-
-
-@exercise(
-    cases=_to_sum,
-    mistakes={
-        "The total stalls: the correction is missing, or has the wrong sign.": _one_by_one,
-        "Keep a torch.float16 scalar.": lambda terms: terms.float().sum(),
-        "You have counted the terms.": lambda terms: terms.new_tensor(len(terms)),
-        "Some terms are left out.": lambda terms: terms[:100].sum(),
-    },
-    observe=_total,
-    same=_within(1),
-)
-def kahan_sum(terms):
-    """`kahan_sum(terms)` is the sum of a 1-d fp16 tensor, an fp16 scalar. How it was found cannot be told."""
-    return terms.double().sum().half()
 
 
 def _scaled_by(size):

@@ -77,7 +77,7 @@ def run_all(page, path, limit):
     pytest.fail(f"{path.name}: {sum(not cell.execution_count for cell in cells)} cells had not run after {limit} s")
 
 
-def open_and_run(lab, page, name, limit=120):
+def open_and_run(lab, page, name, limit=240):
     """Open one notebook in JupyterLab and run all of it."""
     address, token, copy = lab
     page.goto(f"{address}/lab/tree/notebooks/{name}?reset&token={token}")
@@ -90,7 +90,7 @@ def test_lab_opens_on_the_first_notebook_and_runs_it(lab, page):
     page.goto(f"{address}/?reset&token={token}")
     page.wait_for_selector(".jp-NotebookPanel", timeout=60_000)
     assert page.locator(".jp-mod-current .lm-TabBar-tabLabel").first.text_content() == "00_start_here.ipynb"
-    run_all(page, copy / "notebooks" / "00_start_here.ipynb", limit=120)
+    run_all(page, copy / "notebooks" / "00_start_here.ipynb", limit=240)
 
 
 def test_explorer_answers_to_clicks_keys_and_typing(lab, page):
