@@ -16,7 +16,7 @@ from IPython.display import display
 from PIL import Image
 
 from halfbits.formats import FORMATS
-from helpers.plots import COLORS, NEUTRAL, color_of
+from helpers.plots import NEUTRAL, color_of
 
 WIDTH = 640
 # Instead of vega-embed's own style sheet: the chart shrinks to fit, the inputs stand in columns.
@@ -104,11 +104,6 @@ def _choice(name, text, options, start):
     return alt.param(name, value=start, bind=binding)
 
 
-def _select(name, options, start):
-    """An input that offers `options` in a list to open."""
-    return alt.param(name, value=start, bind=alt.binding_select(options=options, name=f"{name} "))
-
-
 def _distinct(values):
     """Each of `values` once, in their order."""
     return list(dict.fromkeys(values))
@@ -174,99 +169,6 @@ def fates(values: torch.Tensor, scales: range, title: str, start: int = 0) -> pd
     at = np.add.outer(ends, powers)
     shares = {"becomes 0": (at < -25).mean(axis=1), "overflows": (at >= 16).mean(axis=1)}
     return pd.DataFrame(shares, [f"2^{end}" for end in ends])
-
-
-def steps(run: pd.DataFrame, title: str, interval: int) -> None:
-    """GradScaler stepped through a run, by a slider over the rows of `run`.
-
-    Their columns are `step`, `scale` (before it), `tracker` and `next scale`; `interval` clean
-    steps double the scale. One sentence says what the step did.
-    """
-    bad = run["next scale"] < run["scale"]
-    up = run["next scale"] > run["scale"]
-    data = pd.DataFrame({"step": run.step, "log2": np.log2(run.scale)})
-    data["fate"] = np.where(bad, "overflows", "normal")
-    taken = "all gradients are finite: the step is taken, clean step "
-    taken += (run.tracker + 1).astype(str) + f" of {interval}"
-    taken += np.where(up, ", so the scale doubles", "")
-    skipped = "a gradient is not finite: the step is skipped, the scale halves"
-    data["says"] = np.where(bad, skipped, taken)
-    scales = data.log2.map("2^{:.0f}".format)
-    data["head"] = "step " + data.step.astype(str) + ": the loss is multiplied by " + scales
-    step = _slider("step", "step ", list(data.step), int(data.step.iloc[-1]))
-    base = alt.Chart(data)
-    past = base.transform_filter("datum.step <= step")
-    x = alt.X("step:Q", scale=alt.Scale(domain=[-1, len(data)], nice=False))
-    y = alt.Y("log2:Q", title="log2 of the scale", scale=alt.Scale(zero=False, padding=8))
-    names = ["normal", "overflows"]
-    color = alt.Color("fate:N", scale=_colors(names), legend=None)
-    shapes = alt.Scale(domain=names, range=["circle", "triangle-down"])
-    shape = alt.Shape("fate:N", scale=shapes, legend=None)
-    line = {"interpolate": "step-after", "color": NEUTRAL}
-    ahead = base.mark_line(**line, strokeWidth=1, strokeDash=[2, 3]).encode(x, y)
-    behind = past.mark_line(**line, strokeWidth=2).encode(x, y)
-    dots = past.mark_point(filled=True, size=60, opacity=1).encode(x, y, color=color, shape=shape)
-    now = _chosen(data[["step", "says", "head"]], "step")
-    head = now.mark_text(x=0, y=-44).encode(text="head")
-    says = now.mark_text(x=0, y=-24).encode(text="says")
-    text = f"GradScaler, step by step: {title}. A slider moves the step."
-    size = {"width": WIDTH, "height": 220}
-    _show([ahead, behind, dots, head, says], [step], title, text, offset=8, **size)
-
-
-def drawn_runs(
-    runs: dict[tuple[float, int], tuple[list, torch.Tensor]],
-    title: str,
-    start: tuple[float, int],
-) -> None:
-    """What networks draw after runs with different loss weights and loss scales, and their losses;
-    two inputs choose the run.
-
-    `runs` maps `(weight, exponent of the scale)` to `(losses, pictures)`: a list, and a tensor of
-    shape (n, 8, 8) in [0, 1]. `start` is the first pair.
-    """
-    rows = []
-    curves = []
-    for (weight, k), (losses, pictures) in runs.items():
-        run = f"{weight:g} {k}"
-        # A picture is a text of hexadecimal digits, from 0 (white) to f (black).
-        pixels = (15 * pictures.nan_to_num(1.0).clamp(0, 1)).round().int().permute(1, 0, 2)
-        pixels = "".join(f"{pixel:x}" for pixel in pixels.flatten().tolist())
-        end = f"ends at {losses[-1]:.3f}" if np.isfinite(losses[-1]) else "is not finite"
-        says = f"weight {weight:g}, scale 2^{k}: the loss {end}"
-        rows.append({"run": run, "pixels": pixels, "says": says})
-        curve = pd.DataFrame({"run": run, "step": range(len(losses)), "loss": losses})
-        curves.append(curve[:: max(1, len(losses) // 25)].round(4))
-    curves = pd.concat(curves)
-    curves = curves[np.isfinite(curves.loss)]
-    weights, scales = map(_distinct, zip(*runs))
-    weight = _choice("weight", "loss weight ", [f"{each:g}" for each in weights], f"{start[0]:g}")
-    k = _slider("k", "scale: 2 to the power of ", scales, start[1])
-    width = 8 * len(pictures)
-    images = alt.LookupData(pd.DataFrame(rows), "run", ["pixels", "says"])
-    chosen = alt.Chart(alt.sequence(0, 8 * width, as_="i"))
-    chosen = chosen.transform_calculate(run="weight + ' ' + k").transform_lookup("run", images)
-    cells = chosen.transform_calculate(
-        ink="indexof('0123456789abcdef', substring(datum.pixels, datum.i, datum.i + 1))",
-        x=f"datum.i % {width} + floor(datum.i % {width} / 8)",  # with a gap after each picture
-        y=f"floor(datum.i / {width})",
-    )
-    x = alt.X("x:O", axis=None, scale=alt.Scale(domain=list(range(width + len(pictures)))))
-    greys = alt.Scale(domain=[0, 15], range=["white", "black"])
-    grey = alt.Color("ink:Q", scale=greys, legend=None)
-    digits = cells.mark_rect().encode(x, alt.Y("y:O", axis=None), color=grey)
-    digits = digits.properties(title=title, width=WIDTH, height=8 * WIDTH // width)
-    x = alt.X("step:Q", title=f"step; grey: all {len(runs)} runs, many of them alike")
-    y = alt.Y("loss:Q", scale=alt.Scale(domain=[0, max(curves.loss) * 1.3], nice=False))
-    every = alt.Chart(curves).mark_line(opacity=0.15, color=NEUTRAL).encode(x, y, detail="run:N")
-    mine = alt.Chart(curves).transform_filter("datum.run == weight + ' ' + k")
-    line = mine.mark_line(strokeWidth=3, color=color_of("fp16")).encode(x, y)
-    words = chosen.transform_filter("datum.i == 0").mark_text(x=120, y=4, fontWeight="bold")
-    words = words.encode(text="says:N")
-    losses = alt.layer(every, line, words).properties(width=WIDTH, height=160)
-    chart = alt.vconcat(digits, losses).add_params(weight, k)
-    text = f"Digits drawn by a trained network, with two inputs: {title}. "
-    show(chart, text + "They choose the loss weight and scale.")
 
 
 def cast_map(traces: dict[str, pd.DataFrame], title: str) -> None:
@@ -401,69 +303,3 @@ def replay(trace: dict, fast: float | None = None) -> pd.DataFrame:
     rows = pd.DataFrame(spans, columns=["work", "start", "end"])
     rows[["start", "end"]] -= times[0][0]
     return rows
-
-
-def switches(
-    lines: list[tuple[str, str]],
-    runs: dict[tuple[int, ...], tuple[list[float], str]],
-    title: str,
-    off: int | None = None,
-) -> None:
-    """A loop with a switch per line: what each line leaves in the gradients, and how it ends.
-
-    `lines` are pairs: a line, and what stands there without it ("": nothing); the one numbered
-    `off` is off at first. `runs` maps a tuple of 0 and 1, one per line, to `(sizes, says)`: the
-    size of the gradients after each line that is reached (1: true, 0: there are none), and a
-    sentence.
-    """
-    names = [f"line{'abcdefghijklm'[row]}" for row in range(len(lines))]
-    inputs = []
-    rows = []
-    for row, (on, without) in enumerate(lines):
-        tick = alt.binding_checkbox(name=on)
-        inputs.append(alt.param(names[row], value=row != off, bind=tick))
-        rows.append({"row": row, "on": on, "off": without or f"# {on}"})
-    ends = []
-    for on, (sizes, says) in runs.items():
-        ends.append({"key": "".join(map(str, on)), "left": [*map(_size, sizes)], "says": says})
-    key = " + ".join(["''", *(f"({name} ? 1 : 0)" for name in names)])
-    base = alt.Chart(pd.DataFrame(rows)).transform_calculate(key=key)
-    found = alt.LookupData(pd.DataFrame(ends), "key", ["left", "says"])
-    base = base.transform_lookup("key", found)
-    base = base.transform_calculate(
-        there="datum.key[datum.row] == '1'",
-        left="datum.left[datum.row] || ''",
-        text="datum.there ? datum.on : datum.off",
-        kind="split(datum.left, ':')[0]",
-    )
-    y = alt.Y("row:O", axis=None)
-    x = alt.value(WIDTH - 170)
-    ink = alt.condition("datum.there", alt.value(NEUTRAL), alt.value(COLORS["becomes 0"]))
-    code = base.mark_text(font="monospace", fontSize=13, baseline="middle")
-    code = code.encode(y=y, x=alt.value(0), text="text:N", color=ink)
-    fills = {"none": NEUTRAL, "true size": COLORS["gradients"], "scaled": "#5b2a63"}
-    fills |= {"too small": COLORS["becomes 0"], "not finite": COLORS["overflows"]}
-    scale = alt.Scale(domain=list(fills), range=list(fills.values()))
-    color = alt.Color("kind:N", scale=scale, legend=None)
-    left = base.transform_filter("datum.left != ''")
-    boxes = left.mark_rect(stroke="white").encode(y=y, x=x, x2=alt.value(WIDTH), color=color)
-    look = {"color": "white", "fontWeight": "bold", "fontSize": 14, "baseline": "middle"}
-    sizes = left.mark_text(dx=8, **look).encode(y=y, x=x, text="left:N")
-    first = base.transform_filter("datum.row == 0")
-    words = first.mark_text(x=0, y=-20, fontWeight="bold", fontSize=13).encode(text="says:N")
-    text = f"A loop with a switch for each of its {len(lines)} lines: {title}. "
-    text += "Beside each line the gradients."
-    size = {"width": WIDTH, "height": 34 * len(lines)}
-    _show([code, boxes, sizes, words], inputs, title, text, offset=24, **size)
-
-
-def _size(size):
-    """The size of gradients in words, as a multiple of their true one."""
-    if not np.isfinite(size):
-        return "not finite"
-    if size == 0:
-        return "none"
-    if 0.7 < size < 1.4:
-        return "true size"
-    times = f"{size:.2g}" if 0.01 < size < 100 else f"2^{np.log2(size):.0f}"
-    return f"{'scaled' if size > 1 else 'too small'}: {times} times"

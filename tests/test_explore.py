@@ -29,25 +29,12 @@ def chart(monkeypatch):
     return draw
 
 
-RUN = pd.DataFrame(
-    {"step": range(4), "scale": [4.0, 2.0, 2.0, 4.0], "tracker": [0, 0, 1, 0], "next scale": [2.0, 2.0, 4.0, 4.0]}
-)
-RUNS = {(weight, k): ([0.2, 0.1 * weight + k], torch.rand(10, 8, 8)) for weight in (1, 0.01) for k in (0, 8)}
-
-
 PATHS = {(name, update): [1.5, 1.5, 1.5 - update * 2.0**-11] for name in ("bf16", "fp16") for update in (1, 2)}
-
-
-LINES = [("scale(loss)", "loss"), ("unscale_()", "")]
-LOOPS = {(1, 1): ([65536.0, 1.01], "0.2"), (1, 0): ([65536.0, 2.0**-15], "0.7"), (0, 1): ([0.0], "stops")}
-LOOPS[0, 0] = ([1.0, float("nan")], "0.3")
 
 
 GRADIENTS = torch.tensor([2.0**-30, 2.0**-20, 1.0, 0.0])
 CHARTS = {  # nbval ignores them in the notebooks, and compares all others
     "fates": (explore.fates, GRADIENTS, range(0, 41), "Gradients"),
-    "steps": (explore.steps, RUN, "Edge", 2),
-    "drawn_runs": (explore.drawn_runs, RUNS, "Digits", (0.01, 0)),
 }
 
 
@@ -75,13 +62,6 @@ def test_what_is_scaled_down_stays_on_the_axis(chart):
     data, _, _ = chart(explore.fates, torch.tensor([2.0**-3, 2.0**15]), range(-40, 9), "Numbers")
     axis = data[explore.VEGA_LITE]["layer"][0]["encoding"]["x"]
     assert axis["scale"]["domain"] == [-43, 25]
-
-
-def test_steps_say_what_gradscaler_did(chart):
-    data, _, _ = chart(explore.steps, RUN, "Edge", 2)
-    said = [row["says"] for rows in data[explore.VEGA_LITE]["datasets"].values() for row in rows if "fate" in row]
-    assert said[0] == "a gradient is not finite: the step is skipped, the scale halves"
-    assert said[2] == "all gradients are finite: the step is taken, clean step 2 of 2, so the scale doubles"
 
 
 def test_a_walk_has_a_tick_for_each_number_as_far_as_the_largest_update_goes(chart):
@@ -128,29 +108,6 @@ def test_a_published_trace_is_whole_and_its_replay_right(record):
     assert sum(trace["by_op"].values()) == pytest.approx(sum(trace["took"]), rel=1e-3)
     ends = np.add(trace["started"], trace["took"])
     assert (ends[:-1] <= np.add(trace["started"][1:], 0.001)).all(), "one stream: kernels follow each other"
-
-
-def test_a_loop_says_what_each_line_leaves_in_the_gradients(chart):
-    spec = chart(explore.switches, LINES, LOOPS, "Two lines")[0][explore.VEGA_LITE]
-    left = {row["key"]: row["left"] for rows in spec["datasets"].values() for row in rows if "left" in row}
-    assert left == {
-        "11": ["scaled: 2^16 times", "true size"],
-        "10": ["scaled: 2^16 times", "too small: 2^-15 times"],
-        "01": ["none"],
-        "00": ["true size", "not finite"],
-    }
-    texts = [row for rows in spec["datasets"].values() for row in rows if "off" in row]
-    assert [row["off"] for row in texts] == ["loss", "# unscale_()"], "replaced, or a comment"
-
-
-def test_runs_that_end_in_nan_say_so_and_are_drawn_blank(chart):
-    runs = RUNS | {(1, 8): ([0.2, np.nan], torch.full((10, 8, 8), np.nan))}
-    data, _, _ = chart(explore.drawn_runs, runs, "Digits", (1, 0))
-    rows = [row for rows in data[explore.VEGA_LITE]["datasets"].values() for row in rows if "pixels" in row]
-    by_run = {row["run"]: row for row in rows}
-    assert by_run["1 8"]["says"] == "weight 1, scale 2^8: the loss is not finite"
-    assert set(by_run["1 8"]["pixels"]) == {"f"}
-    assert all(len(row["pixels"]) == 640 for row in rows)
 
 
 def test_colab_gets_html(chart, monkeypatch):

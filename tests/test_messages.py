@@ -141,7 +141,7 @@ WORDS = {  # without a message
     [
         *WORDS.items(),
         ("", messages.ASK),
-        (next(iter(PASTED)), "notebook 14, Attempting to unscale FP16 gradients"),
+        (next(iter(PASTED)), "notebook 14a, Attempting to unscale FP16 gradients"),
         ("out of memory", "CUDA out of memory."),
         ("ZeroDivisionError", "Not known here. Try a few words"),
         ("ZeroDivisionError", "audit and watch"),

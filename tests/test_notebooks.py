@@ -86,16 +86,6 @@ def test_set_up_cell_is_the_same_everywhere(notebook):
     assert code_cells(notebook)[0].metadata.jupyter.source_hidden
 
 
-def test_notebooks_00_and_03_tell_of_the_same_runs():
-    """Each writes its loop out, 03 with more to turn: what they print must agree."""
-    told = []
-    for name in ("00_start_here", "03_loss_scaling"):
-        cells = code_cells(nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4))
-        (lines,) = [text for cell in cells for text in text_outputs(cell) if "% of the first loss is left" in text]
-        told.append(lines)
-    assert told[0] == told[1]
-
-
 def test_every_case_of_the_clinic_can_be_found_and_has_a_fix():
     desk = prose(nbformat.read(NOTEBOOKS / "14_troubleshooting_clinic.ipynb", as_version=4))
     (charts,) = re.findall(r"^## From symptom to case$.*?(?=^## )", desk, re.M | re.S)

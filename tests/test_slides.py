@@ -36,7 +36,7 @@ def test_a_deck_has_every_heading_and_figure_and_no_set_up_cell():
     assert "Put halfbits/, helpers/, data/ beside this notebook" not in page.get_text()
     assert re.search(r"width: 1440,\s*height: 810,", str(page))
     figures = page.select(".slides img.figure")
-    assert len(figures) > 5 and all(len(figure["alt"]) > 30 for figure in figures)
+    assert len(figures) >= 5 and all(len(figure["alt"]) > 30 for figure in figures)
 
 
 def unsolved(key):
@@ -52,7 +52,8 @@ def test_the_key_has_every_exercise_and_question_with_its_answer(path):
     text, key = "\n\n".join(cell.source for cell in notebook.cells), answers.key(notebook)
     assert re.findall(r"^check\.\w+\(\w.*", text, re.MULTILINE) == re.findall(r"^check\.\w+\(\w.*", key, re.MULTILINE)
     assert not unsolved(key)
-    assert key.count("**Answer.**") == text.count("<summary>Answer</summary>") >= 2
+    assert key.count("**Answer.**") == text.count("<summary>Answer</summary>")
+    assert "**Answer.**" in key or re.match("14[a-e]", path.stem), "two questions, but for the clinic's drawers"
     assert "<details>" not in key and "Where to read more" not in key
 
 

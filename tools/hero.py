@@ -2,7 +2,7 @@
 
 uv run python -m tools.hero
 
-It trains with the cells of notebook 03, as long as each frame says, and writes docs/run_that_dies.gif. The last frame
+It trains with the cells of notebook 00, as long as each frame says, and writes docs/run_that_dies.gif. The last frame
 stands first, so that a page that does not move shows how it ends.
 """
 
@@ -41,21 +41,21 @@ def frame(rows, step):
 
 
 def main():
-    cells = nbformat.read(NOTEBOOKS / "03_loss_scaling.ipynb", as_version=4).cells
+    cells = nbformat.read(NOTEBOOKS / "00_start_here.ipynb", as_version=4).cells
     names = {}
-    for words in ("def build():", "def train("):
+    for words in ("unseen = pixels", "def train("):
         (source,) = [cell.source for cell in cells if cell.cell_type == "code" and words in cell.source]
-        exec(source, names)
+        exec(source.replace("range(300)", "range(steps)"), names)
+    ways = {"FP32": {}, "fp16": {"dtype": torch.float16}, "bf16": {"dtype": torch.bfloat16}}
+    ways["fp16 + GradScaler"] = {"dtype": torch.float16, "scaled": True}
     frames = []
-    for step in tqdm(STEPS, desc="Frames"):
+    for steps in tqdm(STEPS, desc="Frames"):
+        names["steps"] = steps
         rows = {"original": names["unseen"].view(-1, 8, 8)}
         for name in NAMES[1:]:
-            options = dict(names["ways"][name])
-            if "scaler" in options:
-                options["scaler"] = torch.amp.GradScaler(names["device"].type)
-            network = names["train"](**options, steps=step)[1]
+            network = names["train"](**ways[name])[0]
             rows[name] = network(names["unseen"]).view(-1, 8, 8).detach().cpu()
-        frames.append(frame(rows, step).quantize(256, dither=Image.Dither.NONE))
+        frames.append(frame(rows, steps).quantize(256, dither=Image.Dither.NONE))
     last = frames.pop()
     times = [3000, *(250 for _ in frames)]
     last.save(PICTURE, save_all=True, append_images=frames, duration=times, loop=0, optimize=True)

@@ -55,7 +55,7 @@ READY = "Ready."
 )
 def test_helpers_are_found_where_platforms_put_them(place, tmp_path):
     (tmp_path / place / "helpers").mkdir(parents=True)
-    (tmp_path / place / "helpers" / "ready.py").write_text(f"prepare = lambda: print('found in', {place!r})")
+    (tmp_path / place / "helpers" / "ready.py").write_text(f"prepare = lambda **asked: print('found in', {place!r})")
     (tmp_path / "here" / "notebooks").mkdir(parents=True, exist_ok=True)
     result = subprocess.run(
         [sys.executable, "-I", "-S", "-c", SET_UP.replace("/kaggle", f"{tmp_path}/kaggle")],
@@ -73,7 +73,7 @@ def test_helpers_are_found_where_platforms_put_them(place, tmp_path):
 def test_a_user_without_a_home_needs_none(tmp_path):
     """As in a container whose user has no name."""
     (tmp_path / "helpers").mkdir()
-    (tmp_path / "helpers" / "ready.py").write_text("prepare = lambda: print('found')")
+    (tmp_path / "helpers" / "ready.py").write_text("prepare = lambda **asked: print('found')")
     nobody = "import pwd\ndef unknown(uid):\n    raise KeyError(uid)\npwd.getpwuid = unknown\n"
     variables = {name: value for name, value in os.environ.items() if name != "HOME"}
     command = [sys.executable, "-I", "-S", "-c", nobody + SET_UP]
