@@ -79,7 +79,7 @@ def adapt(app, name, source):
     The badge is for the repository's own page: its address is relative to that.
     """
     if name == root_doc:
-        numbered = re.findall(r"^\| \[(\d\d [^\]]+)\]\((notebooks/[^)]+)\.ipynb\)", source[0], re.MULTILINE)
+        numbered = re.findall(r"^\| \[(\d\d[a-e]? [^\]]+)\]\((notebooks/[^)]+)\.ipynb\)", source[0], re.MULTILINE)
         notebooks = "\n".join(f"{title} <{place}>" for title, place in numbered)
         source[0] = re.sub(r"^\[!\[CI\].*$", "", source[0], flags=re.MULTILINE) + CONTENTS.format(notebooks=notebooks)
         landing = (HERE / "landing.html").read_text(encoding="utf-8")
