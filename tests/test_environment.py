@@ -73,7 +73,7 @@ def test_everything_imported_is_declared(folder):
     declared = set(NEEDS[folder])
     providers = packages_distributions()
     used = {n for source in sources(folder) for n in set(imports(MAGIC.sub("", source))) - written_modules(source)}
-    used -= set(sys.stdlib_module_names) | OURS
+    used -= set(sys.stdlib_module_names) | OURS | {path.stem for path in (ROOT / folder).glob("*.py")}
     if folder == "helpers":
         used.remove("vl_convert")  # explore does without it where it is not there
     undeclared = {name for name in used if not declared & {canonicalize_name(d) for d in providers.get(name, [])}}
@@ -123,7 +123,7 @@ def test_links_to_hosted_platforms_are_written_for_an_address_and_replaced():
     assert "colab.research" not in readme, "no address is invented"
     ours = links.linked(readme, "https://github.com/example/half-the-bits.git")
     opened = re.findall(r"https://colab\.research\.google\.com/github/example/half-the-bits/blob/main/([^)]+)\)", ours)
-    assert opened == [f"notebooks/{path.name}" for path in sorted((ROOT / "notebooks").glob("*.ipynb"))]
+    assert sorted(opened) == [f"notebooks/{path.name}" for path in sorted((ROOT / "notebooks").glob("*.ipynb"))]
     kaggle = "https://kaggle.com/kernels/welcome?src=https://github.com/example/half-the-bits/blob/main/"
     assert ours.count(kaggle) == len(opened)
     assert "`!git clone https://github.com/example/half-the-bits`" in ours
@@ -215,7 +215,7 @@ def test_notebook_07_judges_the_suite_s_records(beside, tmp_path, monkeypatch):
     for words in ("def compare(", "def seeds_needed(", "pairs = {", "trainings = []", "equal = ", "lambda_runs"):
         (source,) = [cell.source for cell in cells if cell.cell_type == "code" and words in cell.source]
         exec(source, names)
-    assert names["seen"].high["Xeon: bf16 beside FP32"] < 1.2
+    assert names["seen"].high["Xeon: bf16 / FP32"] < 1.2
     assert len(names["trainings"]) == 19 and len(names["equal"]) == 13
 
 

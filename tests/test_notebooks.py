@@ -103,14 +103,23 @@ def test_every_case_of_the_clinic_can_be_found_and_has_a_fix():
     assert f"one of {len(named)} cases" in desk
 
 
-def test_the_road_map_lists_every_notebook():
+def test_readme_and_the_road_map_list_every_notebook():
     road = prose(nbformat.read(NOTEBOOKS / "00_start_here.ipynb", as_version=4))
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     for path in PATHS:
+        assert f"]({path.name})" in road or path.stem.startswith("00"), path.name
         minutes = re.search(r"\*\*(\d+) minutes", nbformat.read(path, as_version=4).cells[0].source)[1]
-        for text in (road, readme):
-            (row,) = [line for line in text.splitlines() if re.match(rf"\| \[?{path.stem.partition('_')[0]} ", line)]
-            assert f"| {minutes} |" in row, row
+        (row,) = [line for line in readme.splitlines() if line.startswith(f"| [{path.stem.partition('_')[0]} ")]
+        assert f"](notebooks/{path.name}) | {minutes} |" in row, row
+
+
+def test_a_road_takes_at_most_two_and_a_half_hours():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for road in ("Understand it", "Train an image network faster", "Fine-tune a language model"):
+        section = readme.partition(f"### {road}\n")[2].partition("\n#")[0]
+        minutes = [int(number) for number in re.findall(r"\.ipynb\) \| (\d+) \|", section)]
+        assert len(minutes) == 3, road
+        assert sum(minutes) <= 150, road
 
 
 def a_cell(source, outputs):
@@ -144,12 +153,12 @@ def test_another_kind_of_cpu_says_the_same_in_notebook_03(tmp_path, monkeypatch)
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
     notebook = nbformat.read(NOTEBOOKS / "03_loss_scaling.ipynb", as_version=4)
     last = next(i for i, cell in enumerate(notebook.cells) if "the window: k from" in cell.source)
-    stored = {cell.id: list(text_outputs(cell)) for cell in code_cells(notebook)[: last + 1] if is_compared(cell)}
+    stored = {cell.id: "".join(text_outputs(cell)) for cell in code_cells(notebook)[: last + 1] if is_compared(cell)}
     notebook.cells = notebook.cells[: last + 1]
     nbformat.write(notebook, tmp_path / "start.ipynb")
     for cell in code_cells(execute(tmp_path / "start.ipynb")):
         if is_compared(cell):
-            assert list(text_outputs(cell)) == stored[cell.id], cell.source
+            assert "".join(text_outputs(cell)) == stored[cell.id], cell.source
 
 
 # The experiment under other settings than the stored ones.

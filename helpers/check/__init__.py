@@ -7,7 +7,7 @@ from helpers.check import passed as _passed
 from helpers.check.amp_training_loop import accumulated_step, clipped_step
 from helpers.check.autocast_op_tables import paste, rms_norm
 from helpers.check.beyond_fp16 import tile_amax
-from helpers.check.distributed_amp import bytes_sent, mean_over_processes, shard
+from helpers.check.distributed_amp import mean_over_processes, shard
 from helpers.check.faster_training import mean_loss, to_float01
 from helpers.check.four_bits import block_exponent, to_e5m2
 from helpers.check.fp16_bit_layout import decode_fp16, limits
@@ -21,6 +21,7 @@ from helpers.check.memory import batch_that_fits, kept_bytes
 from helpers.check.old_code_translated import in_torch
 from helpers.check.rounding_and_range import rms, smallest_step
 from helpers.check.same_weights_other_numbers import importance_ratio
+from helpers.check.sharded_weights import bytes_sent
 from helpers.check.speed import best_time
 from helpers.check.troubleshooting_clinic import case_of, first_bad
 
@@ -33,7 +34,7 @@ EXERCISES = {  # in the order of the notebooks
     "memory": (kept_bytes, batch_that_fits),
     "fp32 vs amp experiment": (verdict, bf16_step),
     "faster training": (to_float01, mean_loss),
-    "distributed amp": (shard, bytes_sent, mean_over_processes),
+    "distributed amp": (shard, mean_over_processes),
     "library integrations": (optimizer_steps, trained),
     "beyond fp16": (tile_amax,),
     "language models": (moves,),
@@ -43,6 +44,7 @@ EXERCISES = {  # in the order of the notebooks
     "old code translated": (in_torch,),
     "four bits": (block_exponent, to_e5m2),
     "same weights other numbers": (importance_ratio,),
+    "sharded weights": (bytes_sent,),
     "speed": (best_time,),
 }
 

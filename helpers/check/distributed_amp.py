@@ -38,26 +38,6 @@ def shard(length, rank, world):
 
 
 @exercise(
-    cases=[(1000, 4, 1), (10**6, 4, 2), (10**6, 2, 2), (10**6, 4, 3), (4_008_829, 2, 8)],
-    mistakes={
-        "The sums go round the ring once, and the finished averages once more.": lambda weights, size, world: (
-            (world - 1) / world * weights * size
-        ),
-        "A process alone sends nothing.": lambda weights, size, world: weights * size,
-        "Each sends a part of the sum at a time, 1/world of it.": lambda weights, size, world: (
-            2 * (world - 1) * weights * size
-        ),
-    },
-    observe=lambda answer, *ring: float(answer(*ring)),
-    same=_near,
-    show=lambda weights, size, world: f"{weights:,} weights of {size} bytes and {world} processes",
-)
-def bytes_sent(weights, bytes_each, world):
-    """`bytes_sent(weights, bytes_each, world)` is what a process sends in one ring all-reduce, in bytes."""
-    return 2 * (world - 1) / world * weights * bytes_each
-
-
-@exercise(
     cases=[([0.5, 1.0], [10, 10]), ([0.5, 1.0], [30, 10]), ([0.25, math.nan, 0.75], [4, 0, 12])],
     mistakes={
         "A process with more images weighs more.": lambda means, counts: float(np.nanmean(means)),

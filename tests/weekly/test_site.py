@@ -70,7 +70,13 @@ def test_every_notebook_is_a_page_and_none_was_run(site, pages):
     old = {"06_predict_memory_and_speed"}
     assert names == [path.stem for path in sorted((site / "notebooks").glob("*.html")) if path.stem not in old]
     listed = [link["href"] for link in pages[site / "index.html"].select(".bd-sidebar-primary nav a")]
-    assert [f"notebooks/{name}.html" for name in names] == [link for link in listed if link.startswith("notebooks/")]
+    assert {f"notebooks/{name}.html" for name in names} == {link for link in listed if link.startswith("notebooks/")}
+    captions = pages[site / "index.html"].select(".bd-sidebar-primary .caption-text")
+    assert [caption.get_text() for caption in captions[1:4]] == [
+        "Understand it",
+        "Train an image network faster",
+        "Fine-tune a language model",
+    ]
     assert {"CHANGELOG.html", "data/README.html", "docs/contributing.html"} <= set(listed)
     assert "183,936 of outputs" in pages[site / "notebooks/03_loss_scaling.html"].get_text()
 
@@ -140,7 +146,7 @@ def test_a_message_pasted_on_a_phone_leads_to_its_case_and_another_to_its_page(s
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome on the PATH")
 def test_the_old_address_of_a_heading_leads_to_the_new_one(site, page):
     page.goto(f"file://{site}/notebooks/09_distributed_amp.html#appendix-the-older-class-dataparallel")
-    page.wait_for_url("**/15_old_code_translated.html#appendix-the-older-class-dataparallel")
+    page.wait_for_url("**/15_old_code_translated.html#nndataparallel")
     page.goto(f"file://{site}/notebooks/06_predict_memory_and_speed.html#speed-flops-and-bytes")
     page.wait_for_url("**/19_speed.html#two-reasons-fewer-bytes-and-faster-arithmetic")
     page.goto(f"file://{site}/notebooks/06_predict_memory_and_speed.html")

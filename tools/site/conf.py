@@ -62,15 +62,13 @@ LEAD_ON = """<script>
 CONTENTS = """
 ```{{toctree}}
 :hidden:
+:caption: {caption}
 :glob:
 
-{notebooks}
-errors/index
-[!R]*
-docs/*
-data/README
+{pages}
 ```
 """
+BESIDE = "errors/index\n[!R]*\ndocs/*\ndata/README"  # without README, which has the contents
 
 
 def adapt(app, name, source):
@@ -79,9 +77,8 @@ def adapt(app, name, source):
     The badge is for the repository's own page: its address is relative to that.
     """
     if name == root_doc:
-        numbered = re.findall(r"^\| \[(\d\d[a-e]? [^\]]+)\]\((notebooks/[^)]+)\.ipynb\)", source[0], re.MULTILINE)
-        notebooks = "\n".join(f"{title} <{place}>" for title, place in numbered)
-        source[0] = re.sub(r"^\[!\[CI\].*$", "", source[0], flags=re.MULTILINE) + CONTENTS.format(notebooks=notebooks)
+        contents = [CONTENTS.format(caption=caption, pages=pages) for caption, pages in groups(source[0])]
+        source[0] = re.sub(r"^\[!\[CI\].*$", "", source[0], flags=re.MULTILINE) + "".join(contents)
         landing = (HERE / "landing.html").read_text(encoding="utf-8")
         source[0] = source[0].replace("```bash", f"{landing}```bash", 1)
     source[0] = re.sub(r"\.ipynb#[\w-]+", lambda link: link[0].lower(), source[0])
@@ -96,6 +93,16 @@ def adapt(app, name, source):
                 elif EXPLORER in (page := "".join(output.get("data", {}).get("text/html", ""))):
                     output["data"] = {"text/html": page.replace(EXPLORER, "explorer")}
         source[0] = json.dumps(notebook)
+
+
+def groups(readme):
+    """README's roads and shelves: each heading with a table of notebooks, and what Sphinx lists for it."""
+    for section in re.split(r"^##+ ", readme, flags=re.MULTILINE):
+        heading = section.partition("\n")[0]
+        rows = re.findall(r"^\| \[(\d\d[a-e]? [^\]]+)\]\((notebooks/[^)]+)\.ipynb\)", section, re.MULTILINE)
+        if rows:
+            yield heading, "\n".join(f"{title} <{place}>" for title, place in rows)
+    yield "Beside the notebooks", BESIDE
 
 
 def lead_on(app, name, template, context, doctree):
