@@ -72,7 +72,7 @@ BESIDE = "errors/index\n[!R]*\ndocs/*\ndata/README"  # without README, which has
 
 
 def adapt(app, name, source):
-    """Add a list for Sphinx's navigation; write links to headings in lower case, as MyST names them.
+    """Add a list for Sphinx's navigation; write links to headings in lower case and without dots, as MyST names them.
 
     The badge is for the repository's own page: its address is relative to that.
     """
@@ -81,7 +81,7 @@ def adapt(app, name, source):
         source[0] = re.sub(r"^\[!\[CI\].*$", "", source[0], flags=re.MULTILINE) + "".join(contents)
         landing = (HERE / "landing.html").read_text(encoding="utf-8")
         source[0] = source[0].replace("```bash", f"{landing}```bash", 1)
-    source[0] = re.sub(r"\.ipynb#[\w-]+", lambda link: link[0].lower(), source[0])
+    source[0] = re.sub(r"(\.ipynb#)([\w.-]+)", lambda link: link[1] + link[2].lower().replace(".", ""), source[0])
     source[0] = source[0].replace("../halfbits/errors.toml", "../errors/index.md")
     if VEGA_LITE in source[0] or EXPLORER in source[0]:
         notebook = json.loads(source[0])
