@@ -159,7 +159,7 @@ def test_every_stored_chart_moves_without_a_kernel(lab, page):
     expect(page.get_by_text("scale 2^0: lost 100.0%, overflowed 0.0%")).to_be_visible(timeout=60_000)
     expect(page.locator(".jp-mod-dirty")).to_have_count(0)  # opening it changes nothing
     move_every_input(page, 7)
-    expect(page.get_by_text(re.compile(r"^scale 2.40: lost 0.0%, overflowed"))).to_be_visible()
+    expect(page.get_by_text(re.compile(r"^scale 2.45: lost 0.0%, overflowed"))).to_be_visible()
 
 
 def test_the_paste_box_answers_without_a_kernel(lab, page):
