@@ -31,7 +31,8 @@ from tools.execute import NOTEBOOKS
 ROOT = NOTEBOOKS.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PATHS = sorted(NOTEBOOKS.glob("*.ipynb"))
-SET_UP = next(cell.source for cell in nbformat.read(PATHS[0], as_version=4).cells if cell.cell_type == "code")
+FIRST = NOTEBOOKS / "01_fp16_bit_layout.ipynb"  # needs no pretrained network
+SET_UP = next(cell.source for cell in nbformat.read(FIRST, as_version=4).cells if cell.cell_type == "code")
 ALONE = "Put halfbits/, helpers/, data/ beside this notebook."
 READY = "Ready."
 
