@@ -159,7 +159,8 @@ def bars(values, title, unit, low=None, high=None, reference=None, named="", kin
     """Horizontal bars of a Series, each labelled with its number; `low` and `high` (Series) add intervals.
 
     A bar that names a format has its colour; `kinds`, a word a bar, says otherwise what each is. `reference` draws a
-    vertical line, `named` so, or as a Series a tick on each bar. An interval that contains it decided nothing: hatched.
+    vertical line, `named` so; an interval that contains it decided nothing, and is hatched. Without intervals it may be
+    a Series, with a tick for each bar.
 
     Examples
     --------
@@ -176,8 +177,7 @@ def bars(values, title, unit, low=None, high=None, reference=None, named="", kin
             undecided = (low <= reference) & (reference <= high)
             colors = ["0.75" if grey else color for grey, color in zip(undecided, colors)]
             hatches = ["//" if grey else "" for grey in undecided]
-            holds = "its tick" if isinstance(reference, pd.Series) else f"{reference:g}"
-            unit += f"; hatched: the interval contains {holds}" if undecided.any() else ""
+            unit += f"; hatched: the interval contains {reference:g}" if undecided.any() else ""
     look = {"color": colors, "hatch": hatches, "ecolor": "#333333", "edgecolor": "white", "linewidth": 0}
     drawn = axes.barh(values.index, values, xerr=error, capsize=4, height=0.65, **look)
     halo = [withStroke(linewidth=3, foreground="white")]  # seen on bars and dark pages

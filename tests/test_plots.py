@@ -210,9 +210,7 @@ def test_names_find_their_colour():
 def test_bars_have_a_tick_each_where_each_has_a_reference_of_its_own(figure):
     ratios = pd.Series({"FP32 again": 1.0, "bf16: speed": 0.7, "bf16: errors": 1.1})
     ticks = pd.Series({"FP32 again": 1.0, "bf16: speed": 1.0, "bf16: errors": 1.2})
-    drawn = figure(plots.bars, ratios, "Verdict", "FP32 = 1", low=ratios - 0.2, high=ratios + 0.2, reference=ticks)
-    assert "FP32 = 1; hatched: the interval contains its tick" in texts(drawn)
-    assert [bool(bar.get_hatch()) for bar in drawn.axes[0].patches] == [True, False, True]
+    drawn = figure(plots.bars, ratios, "Verdict", "FP32 = 1", reference=ticks)
     (marks,) = [part for part in drawn.axes[0].collections if len(part.get_offsets()) == 3]
     assert marks.get_offsets().data.tolist() == [[1.0, 0], [1.0, 1], [1.2, 2]]
 
