@@ -25,7 +25,8 @@ _MODULES = {
     "audit": "auditing",
     "watch": "watching",
     "NonFinite": "watching",
-    "bisect": "bisecting",
+    "compare": "comparing",
+    "bisect": "comparing",
     "scan": "checkpoints",
     "explain": "errors",
 }

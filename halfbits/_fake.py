@@ -1,20 +1,30 @@
 """Models run on fake tensors, which have a shape, a dtype and a device, but no memory and no values."""
 
+import contextlib
+import logging
+import os
 import re
 import sys
-from contextlib import contextmanager, suppress
+import traceback
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from unittest.mock import patch
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
+
+# Not the user's model: torch, this package, and what runs a context manager as a decorator.
+_NOT_THE_MODEL = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent}{os.sep}", contextlib.__file__)
 
 
 class Autocast(torch.autocast):
     """Autocast for a device that may be missing, where torch.autocast would switch itself off."""
 
-    def __init__(self, device_type, dtype=None, enabled=True, cache_enabled=True):
+    def __init__(self, device_type, dtype=None, enabled=True, cache_enabled=None):
         super().__init__(device_type, dtype, enabled=False, cache_enabled=cache_enabled)
         self._enabled = enabled
 
@@ -47,37 +57,66 @@ def tensors_of(model):
 # What torch says where fake tensors do not do, as a regular expression, and what it means.
 _REFUSALS = {
     r"DataDependent|DynamicOutputShape|\.numpy\(\)": (
-        "asks for values, as .item(), an if and a mask as an index do, and there are none"
+        "asks for values{place}, as .item(), an if or a mask as an index does, and fake tensors have none: {values}"
     ),
     r"FakeTensors first|same device|expected device|weight type \(torch.FloatTensor\)|(two|different) devices": (
-        "uses tensors from outside or on another device: pass every module and tensor as an argument, make them "
-        "attributes of a module, and make new ones on that device"
+        "uses tensors from outside or on another device{place}: pass every module and tensor as an argument, make "
+        "them attributes of a module, and make new ones on that device"
     ),
     "hasPrimaryContext|unpack_hook|does not require grad": (
-        "runs backward itself, or an op that does; only a forward pass can be traced"
+        "runs backward itself, or an op that does{place}; only a forward pass can be traced"
     ),
-    "fake impl|cannot pickle|ScriptObject": "cannot be copied or run without values by this torch",
+    "fake impl|cannot pickle|ScriptObject": "cannot be copied or run without values by this torch{place}",
+    "no NVIDIA driver|not compiled with CUDA": "asks the GPU itself{place}, and there is none",
     "invalid for this instance": "has an autograd.Function in Python, for which this torch is too old",  # 2.11 is
     "set the storage of a tensor": (
         "has a tensor or a generator within an object of its own; make it an attribute of a module"
     ),
     "indices.*(scalar type|long or int)": (
-        "takes whole numbers (nn.Embedding?), and was given others; a prediction's inputs may be a function"
+        "takes whole numbers (nn.Embedding?), and was given others{place}; a prediction's inputs may be a function"
+    ),
+    "^(RuntimeError|IndexError).*(shape|size|dim|channels|elements)": (
+        "meets sizes that do not fit together{place}; give it inputs of the shape that it takes"
     ),
 }
 
 
 @contextmanager
-def in_words(what):
-    """Say as a ValueError what keeps `what` from being run on fake tensors, where torch speaks of its own insides."""
+def in_words(what, values):
+    """Say as a ValueError what keeps `what` from being run on fake tensors, where torch speaks of its own insides.
+
+    values: the way on for a model that asks for values.
+    """
     try:
         yield
-    except (AssertionError, RuntimeError, TypeError) as error:
+    except (AssertionError, RuntimeError, TypeError, IndexError) as error:
         said = f"{type(error).__name__}: {error}"
         for pattern, words in _REFUSALS.items():
             if re.search(pattern, said):
+                words = words.format(place=_place(error), values=values)
                 raise ValueError(f"{what} {words} ({said.splitlines()[0]})") from None
         raise
+
+
+def _place(error):
+    """The line of the model's code, outside of torch and of this package, that an error came from; "" for none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in frames if not frame.filename.startswith(_NOT_THE_MODEL)]
+    return f" in {frames[-1].filename}, line {frames[-1].lineno}" if frames else ""
+
+
+@contextmanager
+def fake_tensors(device_type):
+    """Tensors are fake within, torch does not log their errors, and the device answers as if it were there."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    with FakeTensorMode(), patch.object(log, "disabled", True), ExitStack() as answers:
+        if device_type == "cuda":
+            answers.enter_context(KernelsOfCuda())
+            if not torch.cuda.is_available():
+                of_ampere = patch.object(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+                answers.enter_context(of_ampere)
+        answers.enter_context(_FiniteNumbers())
+        yield
 
 
 @contextmanager
@@ -94,6 +133,19 @@ def no_packed_sequences():
 
 
 _RNNS = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
+_OF_FINITE_NUMBERS = {"isfinite": True, "isinf": False, "isnan": False}
+
+
+class _FiniteNumbers(TorchFunctionMode):
+    """A model that looks whether its numbers are finite is told that they are, as in a run that is sound."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func.__name__ in _OF_FINITE_NUMBERS:
+            with _disable_current_modes():
+                answer = torch.tensor(_OF_FINITE_NUMBERS[func.__name__])
+                result.constant = answer.expand(result.shape)  # what a fake tensor answers an `if` with
+        return result
 
 
 class KernelsOfCuda(TorchFunctionMode):

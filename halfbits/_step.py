@@ -7,21 +7,20 @@ the CUDA context, the workspaces of cuDNN and cuBLAS, and the allocator's cache.
 import copy
 import math
 import weakref
-from contextlib import nullcontext
 from dataclasses import dataclass
+from numbers import Integral
 from unittest.mock import patch
 
 import numpy as np
 import pandas as pd
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import conv_flop_count, flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from halfbits._fake import Autocast, KernelsOfCuda, in_words, made_on_meta, no_packed_sequences, on_device, tensors_of
+from halfbits._fake import Autocast, fake_tensors, in_words, made_on_meta, no_packed_sequences, on_device, tensors_of
 
 
 class _Adam8bit(torch.optim.Optimizer):
@@ -54,6 +53,7 @@ OPTIMIZERS = {
 PRECISIONS = {"fp32": None, "tf32": None, "fp16": torch.float16, "bf16": torch.bfloat16, "pure_bf16": None}
 KINDS = ["parameters", "buffers", "optimizer state", "batch", "gradients", "activations", "other"]
 _BLOCK = 512  # bytes; CUDACachingAllocator.cpp, kMinBlockSize
+_NORMS = {torch.ops.aten.native_batch_norm, torch.ops.aten.native_group_norm, torch.ops.aten.native_layer_norm}
 
 
 @dataclass
@@ -99,6 +99,8 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        if func.overloadpacket in _NORMS:
+            result = _with_real_statistics(args, result)
         for tensor in tensors_in(result):
             self.allocation(tensor)
         if func.is_view or func.namespace in ("prim", "profiler"):
@@ -126,6 +128,13 @@ def tensors_in(tree):
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
+def _with_real_statistics(args, result):
+    """A norm's result with mean and deviation in float32 where its weights are. A CPU's fake ones are as the input."""
+    if not any(tensor.dtype == torch.float32 for tensor in tensors_in(args)):
+        return result
+    return result[0], result[1].float(), result[2].float()
+
+
 def _is_depthwise(func, args):
     """Whether a convolution filters each channel alone: its weight has one input channel, and there are groups."""
     weight, groups = {"aten::convolution": (1, 8), "aten::convolution_backward": (2, 9)}.get(func.name(), (0, 0))
@@ -140,6 +149,8 @@ def _flops(func, args, kwargs, result):
         *grad, query, key, value = (tensor.shape for tensor in args[: 3 + ("backward" in func.name())])
         count_flops = sdpa_backward_flop_count if grad else sdpa_flop_count
         return count_flops(*grad, query, query[:2] + key[2:], query[:2] + value[2:])
+    if func.name() == "aten::_grouped_mm":  # the experts of a mixture share the rows of the first matrix
+        return 2 * args[0].numel() * args[1].shape[-1]
     formula = flop_registry.get(func.overloadpacket)
     return formula(*args, **kwargs, out_val=result) if formula else 0
 
@@ -250,18 +261,48 @@ def known(what, name, known):
     return name
 
 
-@in_words("the model, its inputs or its optimizer")
+def built(build_model):
+    """The model that `build_model()` returns, without memory."""
+    if isinstance(build_model, torch.nn.Module) or not callable(build_model):
+        kind = type(build_model).__name__
+        raise TypeError(f"build_model must be a function that returns the model, as lambda: model, not {kind}")
+    model = made_on_meta(build_model)
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"build_model must return a module, not {type(model).__name__}")
+    return model
+
+
+def _called_with(inputs):
+    """What the model is called with, without memory."""
+    if callable(inputs):
+        return made_on_meta(inputs)
+    if not isinstance(inputs, tuple | list) or not all(isinstance(size, Integral) for size in inputs):
+        words = "a shape, as (32, 3, 224, 224), or a function that returns what the model is called with, as lambda: x"
+        raise TypeError(f"inputs must be {words}, not {type(inputs).__name__}")
+    return torch.empty(inputs, device="meta")
+
+
+def _made_by(optimizer):
+    """The function that makes the optimizer."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        words = "a name, as 'adamw', or a function of the weights, as lambda weights: torch.optim.AdamW(weights)"
+        raise TypeError(f"optimizer must be {words}, not one that is made already")
+    return optimizer if callable(optimizer) else OPTIMIZERS[known("optimizer", optimizer, OPTIMIZERS)]
+
+
+@in_words("the model or its optimizer", "if it looks at labels, leave them out of the inputs, and give loss=")
+@_disable_current_modes()
 def record_step(build_model, inputs, precision, optimizer, device_type="cuda", loss=None):
     """Run one training step on fake tensors; the _Recorder that saw it."""
     autocast_to = PRECISIONS[known("precision", precision, PRECISIONS)]
-    make_optimizer = optimizer if callable(optimizer) else OPTIMIZERS[known("optimizer", optimizer, OPTIMIZERS)]
+    make_optimizer = _made_by(optimizer)
     known("device type", device_type, ["cuda", "cpu"])
     loss = loss or _loss_of_logits
     dtype = torch.bfloat16 if precision == "pure_bf16" else None
-    seen, model = _Recorder(), made_on_meta(build_model)
-    batch = made_on_meta(inputs if callable(inputs) else lambda: torch.empty(inputs))
+    seen, model = _Recorder(), built(build_model)
+    batch = _called_with(inputs)
     batch = batch if isinstance(batch, tuple | dict) else (batch,)
-    with FakeTensorMode(), no_packed_sequences():
+    with fake_tensors(device_type), no_packed_sequences():
         model = _copied(model, device_type, dtype)
         batch = tree_map_only(torch.Tensor, lambda tensor: on_device(tensor, device_type, True, dtype), batch)
         optimizer = _after_a_step(make_optimizer(model.parameters()))
@@ -279,8 +320,7 @@ def record_step(build_model, inputs, precision, optimizer, device_type="cuda", l
             return tensor.detach()  # or an op that keeps its own output would keep itself alive
 
         autocast = Autocast(device_type, autocast_to, enabled=autocast_to is not None)
-        kernels = KernelsOfCuda() if device_type == "cuda" else nullcontext()
-        with seen, kernels:
+        with seen:
             seen.phase = "forward"
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), autocast:
                 losses = [loss(model(**batch) if isinstance(batch, dict) else model(*batch))]

@@ -1,302 +1,253 @@
-"""The verdicts: each function yields what it finds in what was seen; the first of the worst is the verdict."""
+"""What the numbers of a watch mean: each function here yields Findings."""
 
-import functools
 import math
+import re
 
-import pandas as pd
+from halfbits._tensors import BF16, FP16, SIXTEEN, fewer_names, module_of, short
+from halfbits.auditing import spoilt_buffers, states_of, who_keeps_masters
+from halfbits.report import certain, likely, note, some
 
-from halfbits._hooks import _parts
-from halfbits._search import _case_of
-from halfbits._tensors import (
-    BF16,
-    FP16,
-    LARGEST,
-    SIXTEEN,
-    _groups,
-    _held,
-    _is_compiled,
-    _is_on,
-    _module_of,
-    _norms,
-    _sample,
-    _together,
-    _whole,
-)
-from halfbits.auditing import SETTINGS, _lost_decay, _masters, _merged, _spoilt, _who_keeps_masters, _wrappers
-from halfbits.report import _some, certain, likely, note
-
-CALM = "A smaller rate, warm-up, or clipping. Whether precision has a part in it: train in float32."
+CASES = {  # the clinic's, by what the words of an Origin hold
+    "all of it is masked": "Attention is NaN for rows of padding",
+    r"convolution made inf \(float16": "Convolution gives inf in fp16",
+    r"mm made inf \(float16": "Model trained in bf16 gives NaN in fp16",
+    r"in the loss: (mul|pow|mseloss) made inf .*float16": "Loss is inf but every output is finite",
+    "divides by 0.* where float32 may": "Normalized vectors are NaN in fp16",
+    "that of sqrt": "Loss scale falls in every step",
+}
 
 
-def _settings(seen, severity):
-    """Settings that are wrong by themselves, or that may be."""
-    measured = "% updates lost" in seen.table()  # then `_rounded` tells of missing masters
-    settings = [part for part in SETTINGS if seen.passes and not (measured and part is _masters)]
-    parts = [part(*seen.run) for part in settings]
-    yield from (each for part in [*parts, _wrappers(seen.model)] for each in part if each.severity == severity)
+def case_of(origin):
+    return next((case for words, case in CASES.items() if re.search(words, origin.words)), "")
+
+
+def growth(losses):
+    """How the loss grew over the last passes, in words; "" if it did not."""
+    losses = list(losses)
+    for start in range(max(0, len(losses) - 100), len(losses) - 2):
+        first, last = abs(losses[start]), abs(losses[-1])
+        if last > 30 * first > 0 and all(each > first for each in map(abs, losses[start + 1 :])):
+            return f"The loss had grown from {first:.3g} to {last:.3g} in {len(losses) - start} passes"
+    return ""
 
 
 def _stopped(seen):
-    """The first number that is not finite."""
-    if seen.problem:
-        words, phase = str(seen.problem).partition(" See the clinic")[0].rstrip("."), seen.problem.origin.phase
-        guess = seen.problem.origin.why == "guess" or (phase == "backward" and not seen.problem.origin.op)
-        say = likely if phase == "divergence" or guess else certain
-        yield say(words, "", CALM if phase == "divergence" else "", seen.problem.case)
-
-
-def _hidden(seen):
-    """What single ops show, while the loss is finite."""
-    if hidden := [*seen.hidden.values()]:
-        others = [f"{each.op} of {each.module}" for each in hidden[1:]]
-        where = f"also {_some(others)}" if others else ""
-        cost = "Later ops hide it, and the loss is finite all the same. Compute it in float32, or in bf16."
-        yield likely(hidden[0].words, where, cost)
-    yield from seen.coarse.values()
+    if seen.problem is not None:
+        yield certain(str(seen.problem).rstrip("."), "", "", seen.problem.case)
 
 
 def _skipped(seen):
-    """Steps that a scaler skips: its routine, or not."""
-    falls = f"the scale fell {seen.skipped} times" + ("" if math.isnan(seen.scale) else f", to {seen.scale:,.10g}")
-    many, tries, went_on = 3 * seen.skipped > seen.calls.tries, seen.calls.tries, seen.calls.went_on
-    if went_on > 9 and 5 * went_on > tries:
-        cost = (
-            "A warm-up is over before the first step: schedule only where the optimizer stepped, and lower init_scale."
-        )
-        yield likely(f"the learning rate went on in {went_on} steps that were skipped, of {tries}", "", cost)
-    if seen.problem or (seen.last_bad < 0 and not seen.skipped):
+    """Steps that the scaler left out."""
+    if not seen.scaling.skips:
         return
-    if seen.why and seen.last_bad >= 0:
-        cost = f"A lower scale does not help; {falls}."
-        yield certain(f"steps are skipped: {seen.why}", "", cost, _case_of(seen.why))
-    elif seen.skips() > 4 and (not many or seen.skips() == tries > 12):
-        yield likely(f"the last {seen.skips()} steps were skipped: their gradients are not finite; {falls}")
-    elif many and seen.skipped > 5 and seen.grown > 5:
-        factor, interval = seen.scaler.get_growth_factor(), seen.scaler.get_growth_interval()
-        cost = f"growth_factor={factor:g}, growth_interval={interval}; the defaults, 2 and 2000, skip one step in 2000."
-        what = f"{seen.skipped} of {tries} steps are skipped: the scale grows back as fast as it falls"
-        yield certain(what, "", cost)
+    falls = f"{seen.skipped} of {seen.scaling.tries} steps were skipped; the scale is now {seen.scaling.value:,.10g}"
+    apart = [after - before for before, after in zip(seen.scaling.skips, seen.scaling.skips[1:])]
+    regular = len(apart) > 2 and len(set(apart[1:])) == 1 and apart[-1] > 2
+    every = f", always {apart[-1]} steps apart" if regular else ""
+    culprit = seen.scaling.culprit
+    once = f"Looked at once: {culprit}." if culprit else ""
+    if culprit and culprit.why != "format":
+        case = "" if every else "Loss scale falls in every step"
+        yield certain(f"{falls}{every}: {culprit}", "", "No scale ends that.", case)
+    elif seen.scaling.skips[-1] > seen.scaling.tries - 1 and len(seen.scaling.skips) > 12:
+        yield likely(f"the last steps were skipped; {falls}", "", once)
+    elif every:
+        yield likely(f"{falls}{every}", "", "Something that the run does only then makes inf or NaN: look there.")
+    elif len(seen.scaling.skips) > 5 and len(seen.scaling.skips) > 0.1 * seen.scaling.tries > 5:
+        yield likely(f"many steps are skipped: {falls}", "", "A healthy run loses one step in some hundreds.")
     else:
-        cost = f"A scaler's routine{', if too high a start: lower init_scale' if many and tries > 30 else ''}."
-        yield note(f"gradients overflowed; {falls}", "", cost, "Loss scale falls in the first steps")
+        what = f"gradients overflowed, as they do until the scale fits; {falls}"
+        yield note(what, "", once, "Loss scale falls in the first steps")
+    if seen.scaling.moved_in_skips:
+        what = f"the learning rate went on in {seen.scaling.moved_in_skips} of {seen.skipped} steps that were skipped"
+        cost = "Warm-up and decay pass while no step is taken. Call scheduler.step() only if the scale did not fall."
+        yield likely(what, "", cost)
 
 
-def _cast(seen):
-    """Autocast and scaler that do not go together."""
-    scaled = _is_on(seen.scaler)
-    seen_all = seen.looks.dtypes and not any(map(_is_compiled, seen.model.modules()))
-    fp32 = seen_all and seen.cast is None and set(seen.looks.dtypes.values()) == {"float32"}
-    if seen.saved and seen.saved.get("backward in autocast"):
-        cost = "Its products are cast too, also of parts that were taken out. Leave the region before it."
-        say = likely if seen.cast_twice else note
-        yield say("backward was called under autocast", "", cost, "Gradients are inf in a float32 layer")
-    if seen.cast == BF16 and scaled:
+def _scaling(seen):
+    """Autocast and scaler that do not go together, and a scaler that is used wrongly."""
+    casts, scaled = seen.autocast - {None}, seen.scaling.tries > 0
+    if seen.scaling.steps_not_scaled:
+        what = f"in {seen.scaling.steps_not_scaled} steps the loss was not multiplied by the scale"
+        cost = "scaler.step divides the gradients by it all the same. Call scaler.scale(loss).backward()."
+        yield certain(what, "", cost)
+    if seen.scaling.steps_past:
+        what = f"{seen.scaling.steps_past} times optimizer.step was called on gradients that are still scaled"
+        yield certain(
+            what, "", f"They are {seen.scaling.scaler.get_scale():,g} times too large: call scaler.step(optimizer)."
+        )
+    if len(seen.scaling.scalers) > 2 and len(seen.scaling.scalers) >= seen.scaling.tries:
+        yield certain(
+            "each step uses a new GradScaler", "", "Its scale starts again each time. Make one before the loop."
+        )
+    if seen.scaling.half_loss and seen.scaling.skips:
+        what = "the loss itself is float16, and is multiplied by the scale"
+        yield likely(what, "", "Past 65,504 that is inf, so the scale cannot rise. Give scaler.scale `loss.float()`.")
+    with_gradients, without = seen.with_gradients.get(True, set()), seen.with_gradients.get(False, set())
+    if without and with_gradients and not without & with_gradients:
+        what = "forwards without gradients run under another autocast than those with gradients"
+        yield note(what, "", "If their numbers are compared, as in a ratio or a target, part of it is the precision.")
+    if BF16 in casts and scaled:
         cost = "bf16 has float32's range and needs no scale: it doubles until float32 overflows. Remove the scaler."
         yield likely("bf16 autocast with a GradScaler", "", cost, "Loss scale grows without end in bf16")
-    if seen.cast == FP16 and seen.own_scale and not scaled:
-        cost = "An inf in the gradients skips no step, and the scale does not adapt: a GradScaler does both."
-        yield note(f"the loop multiplies its loss by {seen.own_scale:,g} itself", "", cost)
-    elif seen.cast == FP16 and not scaled:
+    rows = seen.history()
+    zero = rows[rows.what == "% 0 in fp16"].value.max() if len(rows) else 0
+    if FP16 in casts and not scaled and seen.passes and seen.steps and not seen.scaling.is_on():
         cost = "Small gradients become 0 in the backward. Add a GradScaler, or use bf16."
-        yield likely(f"fp16 autocast without a GradScaler{': it is disabled' if seen.scaler else ''}", "", cost)
-    if scaled and fp32 and not seen.problem:
-        yield likely("a GradScaler, and no module's output is in 16 bits: autocast is not on")
+        cost = f"In one layer fp16 makes 0 of {zero:.0f}% of the gradients. {cost}" if zero > 1 else cost
+        yield likely("fp16 autocast without a GradScaler", "", cost)
+    if seen.elsewhere:
+        what = f"autocast is on for {seen.elsewhere}, and the model is on {seen.device.type}: nothing of it is cast"
+        yield certain(what, "", "Name the device of the tensors.")
+    if seen.kept_float32 and casts & {*SIXTEEN}:
+        what = "autocast is on, and these layers give float32"
+        cost = "Under vmap the bias is added in float32; elsewhere a hook or a wrapper casts. Nothing is saved there."
+        yield likely(what, sorted(seen.kept_float32), cost)
 
 
-def _no_gradient(seen):
-    """Weights that no gradient reaches: None, or 0."""
-    missing, held = sorted(seen.looks.missing or ()), set(map(id, _held(seen.optimizers)))
-    cut = sorted(seen.looks.cut & set(map(_module_of, missing)))
-    what, cost = "weights that no gradient reaches (None)", "They train (requires_grad), but"
-    if seen.looks.moves_without:
-        yield note("steps by gradients that the weights do not hold, as masters have")
-    elif missing and len(missing) == len(seen.trained):
-        cost += " at the step they have none: zero_grad stands between backward and step."
-        yield certain(what, _whole(seen.plain, missing), cost)
-    elif cut:
-        cost += " their forward ran under no_grad, or in a reentrant checkpoint whose inputs require no gradient"
-        stepped = [name for name in missing if _module_of(name) in cut and id(seen.trained[name]) in held]
-        yield (certain if stepped else note)(what, cut, f"{cost}: use_reentrant=False.")
-    elif ran := [name for name in missing if _module_of(name) in seen.looks.dtypes]:
-        cost += " nothing leads from the loss to them: a detach, or a forward whose output is not used"
-        cost += "; or a forward under no_grad, in the same autocast region, left its cast copies to this one"
-        yield likely(what, _whole(seen.plain, ran), f"{cost}.")
-    elif missing:
-        yield note("weights that are not used", _whole(seen.plain, missing))
-    if seen.zero:  # which may be by an inf, by numbers that are off, or the end of a run that grew
-        coarse = [each for each in seen.coarse.values() if "made inf" in each.what or "No underflow" in seen.zero.cost]
-        yield from coarse
-        wild = coarse or any(CALM in each.cost for each in _too_large(seen))
-        yield seen.zero._replace(severity="note") if wild else seen.zero
-
-
-def _norms_seen(seen):
-    """What happens to gradients between backward and step, and to weights at the step."""
-    rows = seen.looks.rows()
-    numbers = {what: group.set_index("pass").value for what, group in rows.groupby("what")}
-    get = lambda what: numbers.get(what, pd.Series(dtype=float))
-    made, before, step = get("norm after backward"), get("norm before unscale_"), get("norm at the step")
-    ratio = (made / before).dropna()
-    divided = (ratio < 65) & ((ratio - ratio.round()).abs() < 1e-3)  # by a number of passes or processes
-    clipped = ratio[(ratio > 2) & (ratio < math.inf) & ~divided]
-    if len(clipped):
-        first, last = made[clipped.index[0]], before[clipped.index[0]]
-        what = f"the norm of the gradients falls from {first:,.4g} to {last:,.4g} between backward and unscale_"
-        cost = "Clipping acts on scaled gradients; unscaling then makes them too small. Call `unscale_` before it."
-        to_a_limit = abs(last - float(f"{last:.2g}")) < 1e-3 * last
-        if math.isclose(first, last * seen.scale, rel_tol=1e-3):
-            yield certain(what, "", "By the scale: the loop divides by it, and unscale_ does it again. Do it once.")
+def _gradients(seen):
+    """Weights that no gradient reaches, and gradients that change on their way to the step."""
+    missing = sorted(seen.missing or ())
+    if missing and seen.steps:
+        cut = sorted(seen.cut & set(map(module_of, missing)))
+        names = fewer_names(seen.plain, missing)
+        if len(missing) == len(seen.trained):
+            moved = any(look.now.get(("", "moved"), 0) for look in seen.looks)
+            if not moved:
+                cost = "zero_grad stands between backward and step, or the loss does not depend on them."
+                yield certain("at the step no weight has a gradient, and none moves", "", cost)
+        elif cut:
+            cost = "Their forward ran under no_grad, or in a reentrant checkpoint whose inputs require no gradient."
+            yield certain("weights that no gradient reaches", cut, f"{cost} Use use_reentrant=False.")
+        elif [name for name in missing if module_of(name) in seen.dtypes]:
+            cost = "They run, and nothing leads from the loss to them: a detach, or an output that is not used."
+            yield likely("weights that no gradient reaches", names, cost)
         else:
-            yield (certain if to_a_limit else likely)(what, "", cost, "Loss hardly falls with clipping")
-    at_step = (step / made).dropna()
-    if len(at_step) and (at_step == 0).all():
+            yield note("weights that are not used", names)
+    if seen.zero_weights and seen.zero_made:
+        yield likely(
+            "gradients that are 0 everywhere", fewer_names(seen.plain, sorted(seen.zero_weights)), seen.zero_made
+        )
+    looks = [look for look in seen.looks if look.norm is not None and look.at_step is not None]
+    for look in looks[-1:]:
+        yield from _on_the_way(look)
+
+
+def _on_the_way(look):
+    made, at_step = float(look.norm), float(look.at_step)
+    scale, after = look.scale, float(look.after) if look.after is not None else 0.0
+    if not 0 < made < math.inf:
+        return
+    if not math.isfinite(at_step):
+        cost = "Clipping, a hook or the loop made them so."
+        yield certain("gradients are finite after the backward, and not at the step", "", cost)
+        return
+    if at_step == 0:
         cost = "zero_grad stands between backward and step, or a hook clears them."
         yield certain("gradients are 0 at the step, and were not after the backward", "", cost)
-    if seen.looks.stale:
-        cost = "Gradients that a step has used are still there at the next backward, which adds to them."
-        yield likely("gradients are not set to zero", "", cost, "Training diverges without GradScaler")
-    moved = get("moved")
-    if len(moved) > 1 and moved.max() == 0:
-        rates = [float(group.get("lr", 1)) for group in _groups(seen.optimizers)]
-        cost = "Rounding takes the updates, or the optimizer holds others." if any(rates) else "The learning rate is 0."
-        yield certain("steps that move none of the weights", "", cost)
-    for what in [what for what in numbers if "% weights of" in what]:  # bfloat16's may be float16's too
-        late = get(what)[(moved.cummax() > 0).shift(fill_value=False).reindex(get(what).index, fill_value=False)]
-        if (late > 99).any():
-            words = f"float32 weights whose numbers are all {what.split()[-1]}'s, in pass {(late > 99).idxmax():,}"
-            cost = "They went there and back since the last step, as for a checkpoint: updates are lost. Cast a copy."
-            yield certain(words, "", cost)
-            break
-    stands = max([each.iloc[-1] for what, each in numbers.items() if what.endswith("stands")], default=0)
-    if stands > 30:
-        what = f"a copy of the weights in 16 bits, as an average: {stands:.0f}% of it stand still between looks"
-        cost = "Of its numbers more than 6% from the weight. Its small steps are rounded away: keep it in FP32."
+        return
+    ratio = made / at_step
+    if scale > 1 and math.isclose(ratio, scale * scale, rel_tol=1e-3):
+        yield certain(
+            f"gradients are divided by the scale, {scale:,g}, twice", "", "Once by hand, and once by unscale_."
+        )
+    elif (
+        scale > 1
+        and ratio > 2 * scale
+        and abs(at_step * scale - float(f"{at_step * scale:.2g}")) < 1e-3 * at_step * scale
+    ):
+        what = f"gradients are clipped to {at_step * scale:.2g} while they are still scaled, and then divided by "
+        what += f"{scale:,g}"
+        cost = "Steps become far too small. Call `scaler.unscale_(optimizer)` before clipping."
+        yield certain(what, "", cost, "Loss hardly falls with clipping")
+    elif scale == 1 and ratio > 200 and math.log2(ratio) % 1 < 1e-3:
+        what = f"between backward and step the gradients are divided by {ratio:,.0f}"
+        yield likely(what, "", "By a loss scale that the loss was not multiplied by?")
+    elif at_step > 2 * made / scale:
+        what = f"between backward and step the gradients grow by a factor of {at_step * scale / made:,.3g}"
+        yield note(what)
+    if look.turned is not None and float(look.turned) < -0.9:
+        yield certain("gradients change their sign between backward and step", "", "The step goes uphill.")
+    if after > 0 and at_step / after > 16:
+        what = f"the optimizer's own step divides the gradients by {at_step / after:,.6g}"
+        cost = "The loss was not multiplied by that: updates are as much too small." if scale == 1 else ""
         yield certain(what, "", cost)
 
 
-def _long_steps(seen):
-    """Steps that Adam cannot take."""
-    rows = seen.looks.rows()
-    rows = rows[(rows.what == "step/longest") & (rows.value > 3)]
-    if len(rows):
-        worst = rows.loc[rows.value.idxmax()]
-        what = f"a step moves a number {worst.value:,.0f} times as far as Adam can with right moments"
-        cost = "Its second moment is 0, or far too small, where the first is not, as in 8 or 16 bits: keep it in FP32."
-        yield (certain if worst.value > 10 else likely)(what, worst.module, cost)
-
-
-def _rounded(seen):
-    """What rounding takes away from updates and sums, and steps that are too large for it, by module."""
-    table, none = seen.table(), pd.Series(dtype=float)
+def _updates(seen):
+    """What rounding takes from updates, and steps that move nothing."""
+    rows = seen.history()
+    moved = rows[rows.what == "moved"].value
+    if len(moved) and moved.max() == 0 and seen.steps > 1:
+        what = f"steps that move none of the weights, at a learning rate of {seen.rate or 0:.3g}"
+        yield likely(what, "", "Rounding takes the updates, or the optimizer holds other weights.")
     low = [weight for weight in seen.trained.values() if weight.dtype in SIXTEEN]
-    lost, sums = (shares[shares > 10] for shares in (table.get(f"% {what} lost", none) for what in ("updates", "sums")))
-    if low and len(lost) and not _who_keeps_masters(low, seen.optimizers):
-        half_a_step, decay = _lost_decay(low, seen.optimizers)
-        cost = f"The weights have no FP32 masters: what is below {half_a_step:.2g} of a weight is lost"
-        cost += f", lr * weight_decay = {decay:.2g} with it." if decay else "."
+    modules = {module_of(name) for name, weight in seen.trained.items() if weight.dtype in SIXTEEN}
+    lost = rows[(rows.what == "% updates lost") & rows.module.isin(modules)].groupby("module").value.max()
+    lost = lost[lost > 10]
+    if len(lost) and not who_keeps_masters(low, seen.optimizers):
         what = f"updates that rounding takes away: up to {lost.max():.0f}%"
-        yield likely(what, [*lost.index], cost, "Weights do not change in 16 bits")
-    if len(sums):
-        what = f"gradients in 16 bits, summed over passes: what a pass adds is rounded away, up to {sums.max():.0f}%"
-        yield likely(what, [*sums.index], "Add them up in FP32.")
-    headroom = table.get("output headroom", none)
-    if (headroom == math.inf).any() and len(seen.looks.records) > 1:
-        zero = [*table.index[headroom == math.inf]]
-        yield likely("outputs that are 0 everywhere, in all looks", zero, "What follows learns nothing.")
+        cost = "The weights are in 16 bits, and have no FP32 masters. Load or cast what trains as FP32."
+        yield certain(what, [*lost.index], cost, "Weights do not change in 16 bits")
 
 
-def _too_large(seen):
-    """Outputs of which fp16 cannot hold the squares, steps as large as the weights, a loss that grows."""
-    if (size := seen.hooks.evaluated.item()) > math.sqrt(LARGEST) / 2:
-        cost = f"Squares are up to {size**2:,.0f}, and a sum of a few is past 65504: compute metrics of `.float()`."
-        yield likely(f"outputs without gradients, as in evaluation, are float16 up to {size:,.0f}", "", cost)
-    sizes = seen.table().get("update/weight", pd.Series(dtype=float))
-    what = "a step changes weights by {:.2g} of their size (the median of modules)"
-    if (size := sizes[sizes < math.inf].median()) > 0.5:
-        yield likely(what.format(size), "", f"The learning rate is too large, in any precision. {CALM}")
-    elif 0 < size < 2e-6:
-        rate = max([rate for *_, rate in seen.trend], default=0)
-        cost = f"Ten thousand such steps move them by {1e4 * size:.2g}. The learning rate is at most {rate:g}."
-        yield likely(what.format(size), "", cost)
-    rows = seen.looks.rows()
-    rows = rows[(rows.what == "update/weight") & (rows.value < math.inf)]
-    by_pass = rows.groupby("pass").value.median()
-    if len(by_pass) > 2 and by_pass.max() > max(0.7, 20 * by_pass.median()):
-        what = f"a single step, in pass {by_pass.idxmax():,}, changed weights by {by_pass.max():.2g} of their size"
-        cost = "The optimizer had other numbers than the model: masters or states from before a checkpoint was loaded, "
-        yield likely(f"{what}, others by {by_pass.median():.2g}", "", f"{cost}or second moments that fp16 made 0.")
-    if not seen.problem and len(seen.trend) > 9 and (growth := _growth(seen)):
-        yield likely(f"training diverges: {growth}", "", CALM)
+def _operations(seen):
+    """What the looks at operations found."""
+    yield from seen.found.values()
+    for origin in seen.hidden.values():
+        hides = "What follows hides it from the loss. " if origin.phase == "forward" else ""
+        yield likely(str(origin), "", f"{hides}Compute it in float32.")
+    if seen.coarse:
+        what, apart = seen.coarse
+        cost = (
+            f"Neighbours are {apart:g} apart there, and the samples differ by less: rounding takes what the model says "
+        )
+        cost += "about a sample. Compute the last layer, and what is subtracted from it, in float32."
+        yield likely(f"the model's output is {what}", "", cost)
+    rows = seen.history()
+    eights = rows[rows.what == "% 0 in fp8"]
+    if len(eights) and eights.value.max() > 5:
+        worst = eights.loc[eights.value.idxmax()]
+        yield likely(
+            f"a cast to FP8 makes 0 of {worst.value:.0f}% of the numbers", worst.module, "Scale by block or row."
+        )
 
 
-def _growth(seen):
-    """How loss, gradients and weights grew over the last passes, in words; "" if they did not."""
-    passes, found = pd.DataFrame([*seen.trend], columns=["loss", "norm", "largest", "rate"]), []
-    for what, key, far in (("the loss", "loss", 30), ("the norm of the gradients", "norm", 1000)):
-        finite = passes[passes[key].abs() < math.inf]
-        series, wide = finite[key].abs(), 3 if len(finite) > 7 else 1
-        if len(series) < 3:
-            continue
-        smooth = [*series.rolling(wide).median().dropna()]
-        start = smooth.index(min(smooth))
-        near = series.iloc[max(0, start - 8) : start + 8] if wide > 1 else series.iloc[[start]]
-        before, after = near.median(), smooth[-1]
-        if after > far * before > 0 and after > 5 * smooth[0]:
-            words = f"{what} grew from {before:.3g} to {series.iloc[-1]:.3g} in {len(series) - start} passes"
-            first = next(place for place, each in enumerate(smooth) if place > start and each > far / 3 * before)
-            found.append(words + (f", first of all that of {finite.largest.iloc[first]}" if key == "norm" else ""))
-    total = lambda norms: math.hypot(*_together(norms, seen.device).tolist())
-    now, start = total(_norms(seen.trained.values())), total(seen.first_norms)
-    if 0 < 10 * start < now < math.inf:
-        found.append(f"the norm of all weights is {now / start:,.0f} times that at the start")
-    rates = [rate for rate in passes.rate if rate > 0]
-    if found and rates:
-        rose = f"rose from {rates[0]:.2g} to {rates[-1]:.2g}" if rates[-1] > 2 * rates[0] else f"is {rates[-1]:.2g}"
-        found.append(f"the learning rate {rose}")
-    return ", and ".join(found)
+def _left_behind(seen):
+    """What is in buffers and optimizers in the end."""
+    if seen.problem is None:
+        yield from spoilt_buffers(seen.plain)
+        yield from states_of(seen.plain, seen.optimizers, seen.scaling.scaler)
 
 
-def _merges(seen):
-    """Adapters that were, or would be, merged into weights of 16 bits."""
-    shares = [100 * float((_sample(base) != old).float().mean()) for base, old in seen.looks.bases]
-    if 0 < (share := min(filter(None, shares), default=0)) < 75:
-        what = f"adapters were merged into weights of 16 bits, and {share:.0f}% of their numbers changed"
-        yield likely(what, "", "The rest of the update is below half a step of the base: merge into a float32 copy.")
-    elif not any(shares):
-        yield from _merged(*seen.run)
+JUDGES = _stopped, _skipped, _scaling, _operations, _gradients, _updates, _left_behind
 
 
-def _unseen(seen):
-    """What it could not see, in words."""
-    forward = seen.hooks.forward_seen or seen.between.evaluations or seen.problem or seen.error
-    unseen = {
-        "saw nothing: neither the model's forward nor a backward was called": not (seen.passes or forward),
-        "saw nothing of backward: torch.autograd.backward was not called": not (
-            seen.passes or seen.problem or seen.error
-        ),
-        "saw nothing of forward: another module was called, or the compiled one": not forward,
-        "saw nothing of updates: the optimizer took no step": not (seen.steps or seen.problem),
-    }
-    yield from [note(words) for words, is_so in unseen.items() if is_so][:1]
-    if compiled := [name for name, module in _parts(seen.model) if _is_compiled(module)]:
-        yield note(f"saw nothing inside of what is compiled ({_some(compiled)}), only its outputs")
+def verdicts(seen):
+    return [finding for judge in JUDGES for finding in judge(seen)]
 
 
-def _nothing(seen):
-    """What to say of a loss that does not fall where nothing is found."""
-    losses = [loss for loss, *_ in seen.trend]
-    first, last = (sorted(part)[len(part) // 2] for part in (losses[:10], losses[-10:])) if losses else (0, 0)
-    if len(losses) < 30 or not 0 < first < 1.002 * last < math.inf:
-        return []
-    cost = "Not seen from here: data before the model's input, metrics, checkpoints, other processes. Try float32."
-    return [note(f"the loss does not fall ({first:.3g} to {last:.3g}), and nothing of precision was found", "", cost)]
-
-
-def _for_evaluation(seen):
-    """What only an evaluation uses."""
-    return [] if seen.problem else _spoilt(seen.plain)
-
-
-SPOILS, MAY = (functools.partial(_settings, severity=severity) for severity in ("certain", "likely"))
-JUDGES = [_long_steps, SPOILS, _stopped, _no_gradient, _skipped, _norms_seen, _hidden, _cast]
-JUDGES += [_rounded, MAY, _too_large, _merges, _for_evaluation, _unseen]
+def what_was_seen(seen):
+    """What was looked at, and what was not, in words."""
+    passes = f"{seen.passes:,} passes, {seen.steps:,} optimizer steps"
+    passes += f", {seen.skipped:,} skipped" if seen.scaling.tries else ""
+    passes += f", {seen.evaluations:,} forwards without gradients" if seen.evaluations else ""
+    dtypes = sorted({short(dtype) for dtype in seen.dtypes.values()})
+    casts = sorted(short(dtype) if dtype else "none" for dtype in seen.autocast)
+    words = [f"Seen: {passes}."]
+    if dtypes:
+        words.append(f"Modules computed in {' and '.join(dtypes)} (autocast: {' and '.join(casts) or 'not seen'}).")
+    numbers = [look.number for look in seen.looks if look.norm is not None]
+    if numbers:
+        ops = "operation by operation" if seen.sees_operations else "without operations"
+        words.append(f"Looked at closely, {ops}: pass {some(map(str, numbers), 6)}.")
+    missing = list(seen.unseen)
+    if not (seen.passes or seen.evaluations or seen.dtypes):
+        missing.append("anything, as neither forward nor backward reached this model")
+    elif not seen.passes and not seen.evaluations:
+        missing.append("a backward, as none reached the weights of this model")
+    elif seen.passes and not seen.steps and seen.problem is None:
+        missing.append("updates, as the optimizer took no step")
+    if missing:
+        words.append(f"Not seen: {', '.join(missing)}.")
+    return " ".join(words)

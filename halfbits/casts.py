@@ -12,16 +12,16 @@ from contextlib import contextmanager, nullcontext
 from itertools import cycle
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pandas as pd
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.module_tracker import ModuleTracker
 
-from halfbits._fake import Autocast, KernelsOfCuda, in_words, no_packed_sequences, on_device, tensors_of
+from halfbits._fake import Autocast, fake_tensors, in_words, no_packed_sequences, on_device, tensors_of
 
 _CAST = torch.ops.aten._to_copy.default
 _ONE_AT_A_TIME = threading.Lock()  # probes share their notes, and the process has one standard error
@@ -119,6 +119,12 @@ def _policy(op, device_type):
     return "unknown"
 
 
+def _check_known(device_type):
+    known = torch._C._autocast_supported_devices()
+    if device_type not in known:
+        raise ValueError(f"autocast knows no device type {device_type!r}, only {', '.join(known)}")
+
+
 def cast_policies(device_type: str) -> pd.DataFrame:
     """What autocast does with each op that is registered under its key for `device_type` in the installed torch.
 
@@ -139,9 +145,7 @@ def cast_policies(device_type: str) -> pd.DataFrame:
     >>> cast_policies("cuda").query("op == 'aten::addmm' and overload == ''").policy.item()
     'lower'
     """
-    known = torch._C._autocast_supported_devices()
-    if device_type not in known:
-        raise ValueError(f"autocast knows no device type {device_type!r}, only {', '.join(known)}")
+    _check_known(device_type)
     key = f"Autocast{torch._C._dispatch_key_for_device(device_type)}"
     rows = []
     with _ONE_AT_A_TIME, _quiet(), torch.inference_mode(False), Autocast(device_type, torch.float16):
@@ -201,6 +205,30 @@ def _dtypes(tree):
     return ", ".join(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
 
 
+@contextmanager
+def _no_grad_and_no_cache(enabled):
+    cache = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(cache and not enabled)
+    try:
+        with torch.set_grad_enabled(not enabled):
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(cache)
+
+
+@contextmanager
+def _ops_in_parts():
+    """Makes inference mode, around or within, no_grad without autocast's cache.
+
+    The casts are the same. But in inference mode ops such as linear would come whole, with their casts inside.
+    """
+    enabled = torch.is_inference_mode_enabled()
+    left = torch.inference_mode(False) if enabled else nullcontext()
+    instead = _no_grad_and_no_cache(True) if enabled else nullcontext()
+    with left, instead, patch.object(torch._C, "_InferenceMode", _no_grad_and_no_cache):
+        yield
+
+
 def _rows(fn, args, device_type, dtype):
     call, tracker = _CurrentCall(), ModuleTracker()
     # Nothing runs backward: on a real GPU the activations kept for it would fill the memory.
@@ -210,20 +238,27 @@ def _rows(fn, args, device_type, dtype):
     return ops.rows
 
 
+_DTYPES = {"fp16": torch.float16, "float16": torch.float16, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
+
+
 def trace_casts(
     fn: Callable,
     *args: Any,
     device_type: str = "cuda",
-    dtype: torch.dtype = torch.float16,
+    dtype: torch.dtype | str = torch.float16,
     fake: bool | None = None,
 ) -> pd.DataFrame:
     """Run `fn(*args)`, a forward pass, once under autocast, and tell op by op what was cast.
 
+    It runs in the caller's no_grad or inference_mode. TorchDispatchModes around it do not see it.
+
     fn: a module, or a function that finds the modules and tensors that it works on among its arguments.
     args: modules, tensors, containers of tensors. Copies of them are made on the device, so they stay as they are.
     device_type: if there is no such device, or if `fake` asks for it, the copies are fake tensors: the dtypes are
-        right, nothing is computed. Attention is then flash attention, as on Ampere and newer. RNNs run without cuDNN;
-        with it they copy their weights into one buffer, which is not seen as casts.
+        right, nothing is computed. Kernels are then those of Ampere and newer, such as flash attention, and a model
+        that checks whether its numbers are finite is told that they are. RNNs run without cuDNN; with it they copy
+        their weights into one buffer, which is not seen as casts.
+    dtype: torch.float16 or torch.bfloat16, or a name for it: "fp16", "float16", "bf16", "bfloat16".
 
     Returns a DataFrame, a row an op in the order of running: `op` ("aten::convolution"), `inputs` and `output` (their
     dtypes), `casts` (what autocast put in front of it, "weight float32 -> float16; ..."), `cast_bytes` (read and
@@ -231,7 +266,8 @@ def trace_casts(
 
     Raises ValueError where the device is missing and is not "cuda", the only one that fake tensors stand in for here,
     for a dtype that autocast does not cast to, and where `fn` uses tensors that are neither copies nor on the device,
-    asks for values that fake tensors do not have, or runs backward.
+    is given inputs of a wrong shape, runs backward, or asks for values that fake tensors do not have: device_type="cpu"
+    has them.
 
     Examples
     --------
@@ -240,6 +276,10 @@ def trace_casts(
     0      aten::t                    float16  float16           0
     1  aten::addmm  float16, float16, float16  float16          48
     """
+    if not callable(fn):
+        raise TypeError(f"fn must be a module or a function, not {type(fn).__name__}")
+    _check_known(device_type)
+    dtype = _DTYPES.get(dtype, dtype)
     if dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(f"autocast casts to torch.float16 or torch.bfloat16, not to {dtype}")
     if fake is None:
@@ -247,20 +287,21 @@ def trace_casts(
     if fake and device_type != "cuda":
         raise ValueError(f"there is no {device_type} device here; without one, only cuda and cpu can be traced")
     what = type(fn).__name__ if isinstance(fn, torch.nn.Module) else "fn"
-    with FakeTensorMode() if fake else nullcontext(), no_packed_sequences(), in_words(what):
+    words = in_words(what, 'device_type="cpu" traces it on real tensors')
+    device = fake_tensors(device_type) if fake else nullcontext()
+    with words, _disable_current_modes(), _ops_in_parts(), device, no_packed_sequences():
         copies = {}
         for leaf in tree_leaves((fn, args)):
             leaf = getattr(leaf, "__self__", leaf)  # a method's object
             tensors = tensors_of(leaf) if isinstance(leaf, torch.nn.Module) else [leaf]
             copies |= {id(t): on_device(t, device_type, fake) for t in tensors if isinstance(t, torch.Tensor)}
         fn, args = copy.deepcopy((fn, args), copies)
-        with KernelsOfCuda() if fake else nullcontext():
-            rows = _rows(fn, args, device_type, dtype)
+        rows = _rows(fn, args, device_type, dtype)
     return pd.DataFrame(rows, columns=["op", "inputs", "output", "casts", "cast_bytes", "module"])
 
 
 # Ops as they are called below autocast, and as its rules name them.
-_RULE_NAMES = {
+_RULE_DTYPES = {
     "convolution": "conv2d",
     "native_layer_norm": "layer_norm",
     "native_group_norm": "group_norm",
@@ -289,5 +330,5 @@ def rules_of(fn: Callable, *args: Any, device_type: str) -> pd.DataFrame:
     with torch.no_grad():
         ops = trace_casts(fn, *args, fake=True).op.str.removeprefix("aten::")
     ops = ops.where(~ops.str.startswith("_scaled_dot_product"), "scaled_dot_product_attention")
-    times = ops.replace(_RULE_NAMES).value_counts(sort=False).rename_axis("op").reset_index(name="times")
+    times = ops.replace(_RULE_DTYPES).value_counts(sort=False).rename_axis("op").reset_index(name="times")
     return times.assign(rule=[policies.get(f"aten::{op}", "none") for op in times.op])

@@ -12,6 +12,9 @@ import pandas as pd
 
 DATA = Path(__file__).with_name("errors.toml")
 FLAGS = re.IGNORECASE | re.ASCII  # as a browser's expressions understand \b
+ANY = r"(struct )?[\w.:<>]{1,40}( int| char)?"  # a dtype of any name
+BEFORE = r"\b(struct )?([a-z\d]+[.:]+)*(CUDA|CPU)?"  # in front of a dtype's name, as in torch.cuda.HalfTensor
+OTHERS = ("float64", "complex", "whole", "float8")  # than float32 and 16 bits
 QUOTE = "\\\\?[\"'`\N{LEFT SINGLE QUOTATION MARK}\N{RIGHT SINGLE QUOTATION MARK}]?"  # \" in a log's JSON
 
 
@@ -21,25 +24,74 @@ def messages(kind: str = "message") -> pd.DataFrame:
 
     It has what the file says, a `pattern` for each entry and, of messages, all that is `said`, in small letters. Errors
     stand before warnings and logs. A space of a pattern is any white space, or none: a line that was broken is found
-    too. A quotation mark is any, or none: they are lost where a text was rendered.
+    too. A quotation mark is any, or none: they are lost where a text was rendered. Names of dtypes, and what denies a
+    symptom, are filled into the patterns.
 
     Examples
     --------
     >>> messages().loc[0, "slug"]
     'attempting-to-unscale-fp16-gradients'
     """
-    table = pd.DataFrame(tomllib.loads(DATA.read_text(encoding="utf-8"))[kind])
+    data = tomllib.loads(DATA.read_text(encoding="utf-8"))
+    table = pd.DataFrame(data[kind])
     table["needs"] = table.needs.fillna("")
     if kind == "message":
         itself = table.message.map(re.escape).str.replace("\\ ", " ", regex=False)
-        table["pattern"] = table.pattern.fillna(itself)
+        names = table.pop("names").map(lambda forms: forms if isinstance(forms, list) else [])
+        table["pattern"] = _with_dtypes(table.pattern.fillna(itself), names, data["dtypes"])
         table["also"] = table.also.map(lambda others: others if isinstance(others, list) else [])
         table["said"] = (table.message + " " + table.also.str.join(" ")).str.lower()
         later = (table.kind == "log") | table.kind.str.endswith("Warning")
         table = table.loc[later.sort_values(kind="stable").index].reset_index(drop=True)
+    else:
+        what, *words = data["denials"].items()
+        for name, text in words:
+            text = _unnumbered(f"({text.replace('<what>', what[1])})")
+            table["pattern"] = table.pattern.str.replace(f"<{name}>", text, regex=False)
     quotes = table.pattern.str.replace(r"[\"'`]\??", lambda _: QUOTE, regex=True)
     table["pattern"] = quotes.str.replace(" ", r"\s*")
     return table
+
+
+def _with_dtypes(patterns, names, dtypes):
+    """The patterns with the words for dtypes in them. Those with `names` refuse another dtype than float32 beside one
+    of 16 bits.
+    """
+    every = [form for forms in names for form in forms]
+    both = [form for form in every if form.count("@") > 1]
+    other = "|".join(dtypes[name] for name in OTHERS)
+    dtypes = {name: rf"{BEFORE}({text})(?![\w>])" for name, text in (dtypes | {"other": other}).items()}
+    words = {f"<{name}>": text for name, text in dtypes.items()}
+    words |= {f"<any {name}>": "|".join(_naming(form, dtypes[name]) for form in every) for name in OTHERS}
+    words["<fp16 beside bf16>"] = "|".join(_naming_both(form, dtypes) for form in both)
+    filled = []
+    for pattern, forms in zip(patterns, names):
+        for word, text in words.items():
+            pattern = pattern.replace(word, _unnumbered(f"({text})"))
+        refused = [_naming(form, dtypes["other"]) for form in forms]
+        refused += [_naming_both(form, dtypes) for form in forms if form in both]
+        filled.append(f"(?={pattern})(?!{_unnumbered('|'.join(refused))})" if refused else pattern)
+    return filled
+
+
+def _naming(form, dtype):
+    """A pattern for `form`, a sentence with an @ for each dtype that it names, if one of them is `dtype`."""
+    head, _, tail = form.partition("@")
+    return f"{head}({dtype}|{ANY}{_naming(tail, dtype)})" if "@" in tail else f"{head}({dtype})"
+
+
+def _naming_both(form, dtypes):
+    """The same, if fp16 and bf16 are among them."""
+    head, _, tail = form.partition("@")
+    ways = [f"{dtypes[a]}{_naming(tail, dtypes[b])}" for a, b in (("fp16", "bf16"), ("bf16", "fp16"))]
+    if tail.count("@") > 1:
+        ways.append(f"{ANY}{_naming_both(tail, dtypes)}")
+    return f"{head}({'|'.join(ways)})"
+
+
+def _unnumbered(pattern):
+    """With groups that are not counted, so that \\1 of the pattern around it is still its own."""
+    return re.sub(r"(?<!\\)\((?!\?)", "(?:", pattern)
 
 
 def explain(text: str) -> pd.DataFrame:
@@ -65,9 +117,10 @@ def explain(text: str) -> pd.DataFrame:
     quoted = table.said.str.contains(words, regex=False) & (len(words) > 7)
     if held.any():
         return table[held]
+    if quoted.any() or len(text) > 300:  # a log, where "nan" may stand in any sentence
+        return table[quoted]
     asked = symptoms[_held(symptoms, text)]
-    is_log = len(text) > 300  # where "nan" may stand in any sentence
-    return table[quoted] if quoted.any() or is_log or asked.empty else asked
+    return table[quoted] if asked.empty else asked
 
 
 def _held(table, text):

@@ -6,21 +6,22 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
+from numbers import Real
 
 import pandas as pd
 
-from halfbits._fake import made_on_meta
-from halfbits._step import KINDS, record_step
+from halfbits._step import KINDS, built, record_step
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
     """What one training step needs, in bytes. Weights, momentum and the batch are there before the step begins.
 
-    `activations` is what forward keeps for backward, by dtype name, with the batch and autocast's copies of weights
-    where these are kept. `peak` is the most that is alive at one moment, each tensor rounded up to blocks of 512 bytes,
-    as torch does. `bytes_per_parameter`: weights, gradients and optimizer state over the number of weights. `timeline`
-    has a row an op but views, in the order of running: phase, op, and the bytes alive meanwhile by kind (`KINDS`).
+    `activations` is what forward keeps for backward, by dtype name, with the batch, the loss, and autocast's copies of
+    weights where these are kept. `peak` is the most that is alive at one moment, each tensor rounded up to blocks of
+    512 bytes, as torch does. `bytes_per_parameter`: weights, gradients and optimizer state over the number of weights.
+    `timeline` has a row an op but views, in the order of running: phase, op, and the bytes alive meanwhile by kind
+    (`KINDS`).
     """
 
     parameters: int
@@ -58,13 +59,15 @@ def predict_memory(
 
     On "cuda", attention is what Ampere and newer take: flash attention in 16 bits, memory-efficient attention in
     float32 and with a mask. The reserve that batch norm keeps in channels_last is left out. RNNs are predicted without
-    cuDNN, which keeps other things. An optimizer of one's own goes through the weights one by one, unless told
-    foreach=True, CUDA's default, which needs more in its step for some (RMSprop, Adam).
+    cuDNN, which keeps other things. A model that checks whether its numbers are finite is told that they are. An
+    optimizer of one's own goes through the weights one by one, unless told foreach=True, CUDA's default, which needs
+    more in its step for some (RMSprop, Adam).
 
-    Raises ValueError for an unknown precision, optimizer or device type, a loss that trains nothing, a model that asks
-    for values, takes other inputs, runs backward itself, or uses sparse gradients, lazy modules or tensors of no
-    module, weights that do not fit the precision, LBFGS, an LSTM on a CPU, reentrant checkpointing, and, on torch 2.11,
-    an autograd.Function in Python. A model compiled with torch.compile is predicted eager.
+    Raises TypeError for a model, a tensor or an optimizer where a function that makes it is wanted. Raises ValueError
+    for an unknown precision, optimizer or device type, a loss that trains nothing, a model that asks for values (the
+    error names the line), takes other inputs, runs backward itself, or uses sparse gradients, lazy modules or tensors
+    of no module, weights that do not fit the precision, LBFGS, an LSTM on a CPU, reentrant checkpointing, and, on torch
+    2.11, an autograd.Function in Python. A model compiled with torch.compile is predicted eager.
 
     Examples
     --------
@@ -115,7 +118,9 @@ def largest_batch(
     >>> largest_batch(10**6, lambda: torch.nn.Linear(100, 1), (100,), "fp32")
     2396
     """
-    model = made_on_meta(build_model)
+    if not isinstance(gpu_memory, Real):
+        raise TypeError(f"gpu_memory must be a number of bytes, as 24 * 2**30, not {gpu_memory!r}")
+    model = built(build_model)
 
     def peak_of(batch):
         inputs = inputs_of(batch) if callable(inputs_of) else (batch, *inputs_of)

@@ -17,13 +17,15 @@ class Finding(NamedTuple):
     case: str
 
     def __str__(self):
-        where, case = f" ({self.where})" if self.where else "", f"Case: {self.case}." if self.case else ""
+        where = f" ({self.where})" if self.where else ""
+        case = f"Case: {self.case}." if self.case else ""
         return " ".join(filter(None, [f"{self.severity}: {self.what}{where}.", self.cost, case]))
 
 
 def certain(what, where="", cost="", case="", severity="certain"):
     """A Finding. `where` may be a list of names."""
-    return Finding(what, where if isinstance(where, str) else _some(where), severity, cost, case)
+    where = where if isinstance(where, str) else some(where)
+    return Finding(what, where, severity, cost, case)
 
 
 likely = functools.partial(certain, severity="likely")
@@ -31,20 +33,30 @@ note = functools.partial(certain, severity="note")
 
 
 class Report:
-    """Findings, worst first. Printed: `verdict`, what was looked at, and the others; `findings` is a DataFrame."""
+    """Findings, worst first. Printed: `verdict`, what was looked at, and the others; `findings` is a DataFrame.
 
-    def __init__(self, findings, seen=""):
+    `seen` says what was looked at. Where `stopped` says that looking ended early, "nothing wrong" is not said.
+    """
+
+    def __init__(self, findings, seen="", stopped=""):
         order = ["certain", "likely", "note"]
         rows = sorted(dict.fromkeys(findings), key=lambda finding: order.index(finding.severity))
         bad = bool(rows) and rows[0].severity != "note"
         self.findings = pd.DataFrame(rows, columns=list(Finding._fields))
-        self.verdict = f"Verdict, {rows[0]}" if bad else "Verdict: nothing wrong was found."
-        self.lines = [self.verdict, *([seen] if seen else []), *map(str, rows[bad:])]
+        if bad:
+            self.verdict = f"Verdict, {rows[0]}"
+        elif stopped:
+            self.verdict = f"Verdict: none. {stopped}"
+        else:
+            self.verdict = "Verdict: nothing wrong was found."
+        more = [seen, stopped if bad else "", *map(str, rows[bad:])]
+        self.lines = [self.verdict, *filter(None, more)]
 
     def __repr__(self):
         return "\n".join(self.lines)
 
 
-def _some(names, most=4):
+def some(names, most=4):
     names = [name or "the model" for name in names]
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest

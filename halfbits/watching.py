@@ -6,85 +6,87 @@
         train()
     print(seen)
 
-The first line that is printed is the verdict: the most probable cause, with its place, evidence and mend. Cases are
-headings of notebook 14, the clinic, where each is shown and mended.
+The first line that is printed is the verdict, then what was looked at, and what was not. Cases are headings of notebook
+14, the clinic, where each is shown and mended.
 """
 
+import functools
 import math
-import warnings
+import threading
 from collections import deque
 from pathlib import Path
 
 import pandas as pd
 import torch
-import torch.distributed as dist
+from torch import nn
 
-from halfbits._hooks import _Hooks
-from halfbits._looks import _Between, _copies, _Looks
-from halfbits._loss import _Calls
-from halfbits._search import _case_of, _inspect, _origin, _where_raised, _why_skipped
+from halfbits import _origins
+from halfbits._listening import HUB, Boundary, NonFinite
+from halfbits._looks import Look, norms_of
+from halfbits._ops import Origin, Slopes, place
+from halfbits._scaling import Scaling, rate_of
 from halfbits._tensors import (
     LARGEST,
-    _compiled,
-    _device,
-    _gradients,
-    _groups,
-    _is_on,
-    _kinds,
-    _list,
-    _local,
-    _norms,
-    _plain,
-    _sample,
-    _stops,
-    _trained,
-    _world,
+    SIXTEEN,
+    bad_kind,
+    device_of,
+    ends,
+    held_by,
+    is_compiled,
+    is_on,
+    kind_of,
+    plain,
+    readable,
+    sample,
+    short,
+    tensors_in,
 )
-from halfbits._verdicts import JUDGES, _growth, _long_steps, _nothing
-from halfbits.auditing import _adapters, _moments, _resumed
-from halfbits.origin import NonFinite, Origin
-from halfbits.report import Report, _some, note
+from halfbits._verdicts import case_of, growth, verdicts, what_was_seen
+from halfbits.auditing import check_given
+from halfbits.report import Report
 
-HEADROOMS = ("output", "gradient", "weight gradient")
-SHARES = "% zero", "% 0 in fp16", "update/weight", "% updates lost", "% sums lost"
-
-
-def _headroom(size):
-    """How often a number can double before fp16's largest is passed; negative beyond."""
-    return math.log2(LARGEST) - math.log2(size) if size > 0 else math.inf if size == 0 else math.nan
+LOOKS = 128  # that are kept; beyond, every second one goes
+SIZES = "output", "gradient", "weight gradient"
+FAST_PATH = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
+CAST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class watch:
-    """Watch a training run, as a context manager or by `start()` and `stop()`; on all processes of a run or on none.
+    """Watch a training run, as a context manager or by `start()` and `stop()`.
 
-    It raises `NonFinite` at the first loss, output or gradient that is not finite, and names module and op, and whether
-    the number was in the input, in the weights already, or made by the forward, the loss or the backward; or says that
-    the run had grown for many passes, so that an overflow was its end and not its cause. Gradients that overflow under
-    a GradScaler are its routine: it raises where the scale falls below 1, or where `patience` steps in a row fail. On
-    a CPU, and on a GPU with `every=1`, it raises before the optimizer's step. Else it reads once in `every` passes:
-    then module and pass are right, but the step is done, and nothing can be saved.
+    It raises `NonFinite` at the first loss, output or gradient that is not finite, and says where that number came
+    from. Gradients that overflow under a GradScaler are its routine: it raises where more than `patience` steps in a
+    row were skipped. On a CPU, and on a GPU with `every=1`, it reads the numbers of each pass, and raises before the
+    optimizer's step. Else it reads them once in `every` passes; then nothing can be done again, and no operation is
+    named.
 
-    In one pass of `every`, and at first in evaluations, it looks closely, at the ops of losses and metrics too:
-    `table()`, and `findings`, which `print` tells. In the second pass, and ever more seldom after it, it does the pass
-    again, twice, uncompiled: it looks at each op, and whether gradients double with the loss.
+    In one pass of `every` it looks closely: at each operation of forward, loss and backward, at the gradients of each
+    module, and at what the step does to the weights. `table()` has that by module, `findings` what it means.
+
+    It leaves the run as it is. Nothing is attached to model, optimizer or scaler; an error of its own ends a part of
+    the looking and not the run, and is told by `print`. While it is on, hooks for all modules and optimizers hang in
+    PyTorch, and `torch.autograd.backward`, `torch.compile` and `GradScaler.step` are wrapped. What is compiled is seen
+    from outside only: its losses, gradients and updates.
 
     Parameters
     ----------
+    model : torch.nn.Module
     optimizer : optimizer, or a list of several; others that hold weights of the model are found when they step
-    scaler : torch.amp.GradScaler; one that is not given is found when it is used
-    every : int, the passes between two looks
-    save : path of the file in which the batch, weights and origin of the bad pass are saved; None saves nothing. Of
-        several processes, each adds its rank.
-    warn : bool, warn instead of raising, once
+    scaler : torch.amp.GradScaler; one that is not given is found when it steps
+    every : int, the passes between two close looks, 1 or more
+    save : path of the file in which batch, weights and origin of the bad pass are saved; None saves nothing
+    warn : bool, keep the first number that is not finite in `problem`, instead of raising
     patience : int, optimizer steps in a row that may be skipped under a scaler
 
-    `passes` counts the backward passes, `steps` those of the first optimizer, `skipped` the falls of the scale. While
-    it watches, `torch.autograd.grad` and `backward` are wrapped, and four methods of `GradScaler`.
+    `passes` counts the backward passes that reached the model, `steps` the optimizer steps that were taken, `skipped`
+    those that a scaler left out.
+
+    Raises TypeError and ValueError, at once, for what cannot be watched.
     """
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        model: nn.Module,
         optimizer: torch.optim.Optimizer | list[torch.optim.Optimizer] | None = None,
         scaler: torch.amp.GradScaler | None = None,
         every: int = 100,
@@ -92,214 +94,503 @@ class watch:
         warn: bool = False,
         patience: int = 20,
     ):
-        self.model, self.optimizers, self.scaler = _compiled(model), _list(optimizer), scaler
+        if not isinstance(every, int) or every < 1:
+            raise ValueError(f"every is the number of passes between two close looks, 1 or more, and not {every!r}")
+        self.optimizers, scaler = check_given(model, optimizer, scaler)
+        self.scaling = Scaling(scaler)
+        self.model, self.plain, self.device = model, plain(model), device_of(model)
         self.every, self.save, self.warn, self.patience = every, save, warn, patience
-        self.plain, self.device = _plain(model), _device(model)
-        self.at_once = self.device.type == "cpu" or every == 1  # read each pass: a replay finds module and op
-        self.passes = self.steps = self.skipped = self.grown = 0
-        self.scales = {}  # the last of each scaler
-        self.trend, self.scale, self.cast, self.own_scale = deque(maxlen=256), math.nan, None, 0  # of the last passes
-        self.streak, self.last_bad, self.bad_pass = 0, -1, -1  # bad gradients: steps in a row, the last step and pass
-        self.saved = self.good = self.loss = None  # the last pass, the last good one, the last `_Loss`
-        self.earlier = []  # the forwards of this pass before the last
-        self.told, self.hidden, self.coarse, self.zero = {}, {}, {}, None  # Findings, and Origins that later ops hide
-        self.problem = self.error = self.why = None  # a NonFinite, another error, the Origin of skipped steps
-        self.flat, self.ends = "", False  # what makes a loss 0 whatever the model gives; whether this pass is the last
-        self.warned = self.cast_twice = self.inspects = False  # autocast changes a backward; a look at ops is due
-        self.calls, self.looks, self.hooks, self.between = _Calls(self), _Looks(self), _Hooks(self), _Between(self)
+        self.at_once = self.device.type == "cpu" or every == 1
+        self.boundary, self.started, self.compiled = Boundary(), False, False
+        self.passes = self.steps = self.skipped = self.evaluations = 0
+        self.problem = self.culprit_here = None  # a NonFinite; what made the gradients of this pass bad
+        # What close looks found.
+        self.look = self.update_look = self.look_done = self.coarse = None
+        self.looks, self.old_looks, self.looked_at, self.sees_operations = [], [], 0, False
+        self.found, self.hidden, self.zero_weights, self.zero_made = {}, {}, set(), ""
+        self.dtypes, self.kept_float32, self.cut, self.missing = {}, set(), set(), None
+        # The run.
+        self.losses, self.autocast, self.elsewhere, self.unseen = deque(maxlen=256), set(), "", {}
+        self.with_gradients = {}  # what autocast was set to, in forwards with gradients and without
+        self.inside, self.phase, self.stepping, self.step_from = [], "loop", [], 0
+        self.notes, self.pending, self.arrived, self.before = [], [], [], {}
+        self.batch = self.slopes = self.random = self.setting = self.rate = None
+        self.stepped_in_backward, self.taken = False, 0
 
-    def __exit__(self, kind, error, trace):
-        if isinstance(error, Exception) and not isinstance(error, NonFinite):
-            self.error = _where_raised(self, error)
-            error.add_note(f"watch: {self.error}")
-        self.stop(check=kind is None)
+    # Starting, stopping, and what can be asked.
 
     def start(self):
-        self.weights = dict(self.plain.named_parameters())
-        self.dtypes = {name: weight.dtype for name, weight in self.weights.items()}
-        self.trained = {name: weight for name, weight in _trained(self.plain).items() if weight.numel()}
-        self.first_norms = _norms(self.trained.values())
-        self.looks.copies = _copies(self.plain)
-        self.looks.bases = [(matrix, _sample(matrix)) for _, matrix, _ in _adapters(self.plain)]
-        self.tell(*_moments(*self.run), *_resumed(*self.run))
-        self.hooks.attach()
+        self.thread = threading.get_ident()
+        self.names = {id(module): name for name, module in self.plain.named_modules()}
+        outer = self.model
+        while outer is not self.plain:  # its wrappers
+            self.names[id(outer)] = ""
+            outer = getattr(outer, "_orig_mod", None) or outer.module
+        if any(is_compiled(module) for module in self.model.modules()):
+            self.leave_modules("the model is compiled")
+        self.boundary.call("the start", self._refresh)
+        self.started = True
+        HUB.add(self)
         return self
 
     __enter__ = start
 
-    def stop(self, check=True):
-        """Take all hooks away; read what was not read yet, and raise if that is bad."""
-        self.hooks.detach()
-        if check:
-            self.read()
-            self.decide()
-            if self.skips() and self.at_once and not self.why:
-                self.why = _why_skipped(self)
-        self.looks.keep()
+    def stop(self):
+        """Take everything down; read what was not read yet, and raise if that is bad."""
+        self._leave_run()
+        self.boundary.call("numbers", self._read)
 
-    def tell(self, *findings):
-        """The same words are told once."""
-        for each in findings:
-            self.told.setdefault(each.what, each)
+    def __exit__(self, kind, error, trace):
+        self._leave_run()
+        if kind is None:
+            self.boundary.call("numbers", self._read)
 
-    def skips(self):
-        """How many of the last steps were skipped in a row."""
-        return self.streak if 0 <= self.calls.tries - 1 <= self.last_bad else 0
+    def _leave_run(self):
+        HUB.remove(self)
+        self.boundary.call("operations", self._end_look)
+        for look in self.old_looks:
+            look.close()
+        if self.slopes:
+            self.slopes.remove()
+        self.names, self.batch, self.notes, self.slopes = {}, None, [], None
 
-    def end_of_pass(self):
-        """After a backward: read and judge what is due, now and then by doing the pass again."""
-        if self.at_once or self.passes % self.every == 0:
-            self.read()
-        if self.loss:
-            self.loss.region = []
-        looks, rest = divmod(self.passes - 1, self.every)
-        self.inspects |= self.passes == 2 or (rest == 0 and looks in (1, 4, 16, 64, 256))
-        if self.inspects and self.saved["gradients"] and not self.problem:  # another network's pass has none
-            self.inspects = False
-            _inspect(self)
-        if self.passes % self.every == 0:
-            self.decide()
+    def wants_modules(self):
+        return not self.compiled and "modules" not in self.boundary.closed
 
-    def read(self):
-        """Wait for all that was noted, and judge it, pass by pass."""
-        for number, step, labels, values in self.hooks.read_pending():
-            self._judge(number, step, labels, values, number == self.passes and bool(self.hooks.undo))
-        if not self.at_once and math.isnan(self.hooks.evaluation.item()) and self.problem is None:
-            self._report(Origin("forward", "", "", "in an evaluation: its output"), self.passes, intact=False)
-
-    def _judge(self, number, step, labels, values, intact):
-        """Whether a pass was finite. `intact`: the weights are still those of that pass."""
-        of = lambda kind: [value for (one, _), value in zip(labels, values) if one == kind]
-        loss = [*of("loss"), *filter(math.isfinite, of("penalty"))]
-        scale, gradients = of("scale"), of("gradient")
-        if scale:
-            name = next(name for kind, name in labels if kind == "scale")  # two networks may have a scaler each
-            self.skipped += scale[0] < self.scales.get(name, math.nan)
-            self.grown += scale[0] > self.scales.get(name, math.nan)
-            self.scale = self.scales[name] = scale[0]
-        if loss and (of("incoming") or not of("root")):  # else it is another network's, as a GAN has two
-            largest = labels[values.index(max(gradients))][1] if gradients else ""
-            rate = next((float(group.get("lr", 0)) for group in _groups(self.optimizers)), 0)
-            self.trend.append((loss[0], math.hypot(*gradients) / (sum(scale) or 1), largest, rate))
-        finite = all(map(math.isfinite, of("incoming") + gradients))
-        if not finite and intact:  # perhaps only the squares in a norm are not
-            finite = not _kinds(_gradients(self.weights).values())
-        if any(map(_stops, of("root"))):
-            self.explain("forward", labels, values, number, intact)
-        elif not all(map(math.isfinite, loss)):
-            self.explain("loss", labels, values, number, intact)
-        elif finite:
-            self.good = self.saved if self.at_once else None
-        else:
-            self.streak = self.streak + (step != self.last_bad) if self.last_bad >= step - 1 else 1
-            self.last_bad, self.bad_pass = step, number
-            if not _is_on(self.scaler) or self.streak > self.patience or (scale or [1])[0] < 1:
-                self.explain("backward", labels, values, number, intact)
-            elif self.streak == 3 and intact and not self.why:
-                self.why = _why_skipped(self)
-
-    def explain(self, phase, labels, values, number=None, intact=True):
-        """Find where a number that is not finite comes from, save the pass, and stop."""
-        if self.problem is None:
-            bad = [label for label, value in zip(labels, values) if not math.isfinite(float(value))]
-            self.ends = not self.warn
-            origin = _origin(self, phase, bad, intact)
-            self._report(origin, self.passes + 1 if number is None else number, intact)
-
-    def _report(self, origin, number, intact):
-        """Save, and raise or warn; in a run of several processes that is for a later `decide`."""
-        if origin.phase != "input" and origin.why != "reason" and (grown := _growth(self)):
-            words = f"training diverges: {grown}; at the end of that, {origin}"
-            origin = origin._replace(phase="divergence", words=words)
-        words = f"pass {number}, after {self.steps} optimizer steps: {origin}."
-        running = [(name, buffer) for name, buffer in self.plain.named_buffers() if "running_" in name]
-        if intact and (spoilt := [name for name, buffer in running if _kinds([buffer])]):
-            words += f" Not finite since: {_some(spoilt)}; a skipped step does not undo that."
-        path = _save(self, number, origin) if intact and self.save and "batch" in (self.saved or {}) else None
-        if path:
-            words += f" Saved: {path}."
-        elif not intact:
-            words += " The weights have changed since: go on from a checkpoint with every=1 to have the pass saved."
-        self.looks.keep()
-        known = [each.what for each in [*self.told.values(), *_long_steps(self)] if each.severity == "certain"]
-        words = f"{'; '.join(known)}. Then, {words}" if known else words
-        case = _case_of(origin)
-        self.problem = NonFinite(words + (f" See the clinic: {case}." if case else ""), origin, path, case)
-        if not _world():
-            self.decide()
-
-    def decide(self):
-        """Stop, all processes or none."""
-        problem = self.problem
-        if _world():
-            bad = torch.tensor(float(problem is not None), device=self.device)
-            dist.all_reduce(bad, dist.ReduceOp.MAX)
-            if bad.item():
-                said = [None] * _world()
-                dist.all_gather_object(said, problem and str(problem))
-                words = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(said) if each)
-                problem = NonFinite(words, *((problem.origin, problem.path, problem.case) if problem else ()))
-        if problem is not None and not self.warn:
-            self.stop(check=False)
-            raise problem
-        if problem is not None and not self.warned:
-            self.warned = True
-            warnings.warn(str(problem), RuntimeWarning, stacklevel=2)
-
-    def table(self):
-        """A row a module, over the looks so far. Headrooms of its outputs, of the gradients at its outputs and of those
-        of its weights: how often the largest could double before it is past 65504. Of the gradients at its outputs, as
-        they come, scaled: the percentages of values that are 0, and that would become 0 in fp16. The norm of its
-        updates relative to its weights'. The percentages that rounding takes away of updates, and of what a pass adds
-        to gradients in 16 bits."""
-        rows = self.looks.rows()
-        rows = rows[rows.what.isin([*HEADROOMS, *SHARES])]
-        groups = rows.groupby(["module", "what"], sort=False).value
-        order = rows.module.unique()  # pandas 2.2 mixes values up in unstack(sort=False)
-        sizes, means = groups.max().unstack().reindex(order), groups.mean().unstack().reindex(order)
-        table = pd.DataFrame({"dtype": pd.Series(self.looks.dtypes, dtype=object)}, index=sizes.index)
-        for what in [what for what in HEADROOMS if what in sizes]:
-            table[f"{what} headroom"] = sizes[what].map(_headroom)
-        return table.join(means[[what for what in SHARES if what in means]])
-
-    @property
-    def run(self):
-        return self.plain, self.optimizers, self.scaler
+    def leave_modules(self, why):
+        self.compiled = True
+        self.unseen[f"what is inside of the model, because {why}"] = True
+        self.boundary.call("operations", self._end_look)
 
     @property
     def report(self):
-        words = f"Seen: {self.passes:,} passes, {self.steps:,} optimizer steps"
-        if _is_on(self.scaler):
-            now = "" if math.isnan(self.scale) else f", now {self.scale:,.10g}"
-            words += f", {self.skipped} falls of the scale{now}"
-        told = [*([self.error] if self.error else []), *self.told.values()]
-        told += [each for judge in JUDGES for each in judge(self) if each.what not in self.told]
-        told += _nothing(self) if all(each.severity == "note" for each in told) else []
-        return Report(told, f"{words}.")
+        """The Report of what was found until now."""
+        if not self.started:
+            return Report([], "It has not started: use `with watch(model) as seen:`.", "Nothing was looked at.")
+        found = self.boundary.call("the verdict", verdicts, self) or []
+        closed = self.boundary.closed.items()
+        stopped = " ".join(f"watch has stopped looking at {part}, because {why}." for part, why in closed)
+        return Report(found, what_was_seen(self), stopped)
 
     @property
     def findings(self):
+        """A DataFrame: what was found, where, how severe it is, what it costs, and the clinic's case."""
         return self.report.findings
 
     def __repr__(self):
         return repr(self.report)
 
+    def history(self):
+        """What the close looks measured: a DataFrame with the columns pass, module, what and value."""
+        looks = self.looks + ([self.look] if self.look else [])
+        rows = [(look.number, *row) for look in looks for row in look.rows()]
+        return pd.DataFrame(rows, columns=["pass", "module", "what", "value"])
 
-def _state(model, weights=None):
-    """The numbers of all weights and buffers, by names that do not tell what was compiled. It is not `state_dict()`,
-    at which FSDP2 takes its gathered weights away, on the process that calls it."""
-    named = [*(weights or model.named_parameters()), *model.named_buffers()]
-    return {name.replace("_orig_mod.", ""): _local(tensor) for name, tensor in named}
+    def table(self):
+        """The close looks by module, of each measure the largest; a DataFrame.
+
+        A headroom says how many times the largest number could double before it passes fp16's 65,504. "% zero" and
+        "% 0 in fp16" are shares of the gradient of a module's output; "% updates lost" of those of its weights.
+        """
+        rows = self.history()
+        table = rows.pivot_table(index="module", columns="what", values="value", aggfunc="max", sort=False)
+        table = table.drop(columns="moved", errors="ignore")
+        for what in [what for what in SIZES if what in table]:
+            table[f"{what} headroom"] = table.pop(what).map(_headroom)
+        table.insert(0, "dtype", [short(self.dtypes.get(name, "")) for name in table.index])
+        order = [name for name, _ in self.plain.named_modules() if name in table.index]
+        return table.reindex(order).dropna(how="all", subset=table.columns[1:])
+
+    # The forward pass.
+
+    def _refresh(self):
+        """The weights as they are now: lazy ones have got their shape, and adapters may have come."""
+        self.weights = dict(self.plain.named_parameters())
+        self.trained = {name: weight for name, weight in self.weights.items() if weight.requires_grad}
+        self.ids = {id(weight) for weight in self.weights.values()}
+
+    def enter(self, module):
+        name = self.names.get(id(module))
+        if name is None or torch.jit.is_tracing():
+            return
+        if threading.get_ident() != self.thread:
+            self.unseen["forwards in another thread, where autocast of this one is not on"] = True
+            return
+        self.inside.append(name)
+        if len(self.inside) == 1 and not self._looks_away():
+            self._begin_forward()
+
+    def leave(self, module, args, kwargs, output):
+        name = self.names.get(id(module))
+        if name not in self.inside or threading.get_ident() != self.thread or torch.jit.is_tracing():
+            return
+        while self.inside.pop() != name:
+            pass
+        outputs = tensors_in(output)
+        if self.look or _in_transform():
+            self._see_dtype(name, module, outputs)
+        if _in_transform():
+            self.unseen["the numbers within transforms of torch.func"] = True
+            return
+        if HUB.replaying or self.scaling.attention or self.look:
+            for each in outputs:
+                self._mark(each, "module", name)
+        if self._looks_away() or output is None:
+            return
+        if self.look:
+            self.look.output(name, module, outputs)
+        if not self.at_once:
+            self.notes += [("output", name, ends(each)) for each in readable(outputs)]
+        if not self.inside:
+            self._end_forward(name, args, kwargs, outputs)
+
+    def _looks_away(self):
+        """What runs is no pass of the run: it is done again, by this or in a checkpointed backward, or transformed."""
+        return HUB.replaying or _in_transform() or torch._C._current_graph_task_id() != -1
+
+    def where(self):
+        """What is running: the phase, and the innermost module."""
+        return self.phase, self.inside[-1] if self.inside else ""
+
+    def _mark(self, tensor, key, value):
+        """A note on the node that made a tensor. It goes with the node, and keeps nothing alive."""
+        if tensor.grad_fn is not None:
+            tensor.grad_fn.metadata.setdefault(f"halfbits {key} {id(self)}", value)
+
+    def marked(self, node, key):
+        return node.metadata.get(f"halfbits {key} {id(self)}")
+
+    def is_output(self, node):
+        return self.marked(node, "output") or "CompiledFunction" in node.name()
+
+    def _see_dtype(self, name, module, outputs):
+        kind = self.device.type
+        if outputs:
+            self.dtypes[name] = outputs[0].dtype
+            autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+            self.autocast.add(autocast)
+            if autocast in SIXTEEN and type(module) in CAST and outputs[0].dtype == torch.float32:
+                self.kept_float32.add(name)
+
+    def _begin_forward(self):
+        self.phase, training, kind = "forward", torch.is_grad_enabled(), self.device.type
+        if self.look:
+            self.look.begins += 1
+            if self.look.done or self.look.begins > 8:
+                self._end_look()
+        on = torch.is_autocast_enabled(kind)
+        self.setting = {"device_type": kind, "enabled": on, "dtype": torch.get_autocast_dtype(kind)}
+        self.autocast.add(self.setting["dtype"] if on else None)
+        self.with_gradients.setdefault(training, set()).add(self.setting["dtype"] if on else None)
+        others = [each for each in ("cuda", "cpu", "mps", "xpu") if each != kind and torch.is_autocast_enabled(each)]
+        self.elsewhere = "" if on else others[0] if others else self.elsewhere
+        if self.at_once:
+            gpus = [self.device] if kind in ("cuda", "xpu") else []
+            self.random = [torch.get_rng_state(), *(torch.get_device_module(each).get_rng_state(each) for each in gpus)]
+        self.evaluations += not training
+        some_evaluation = self.evaluations in (1, 3) or self.evaluations % self.every == 0
+        due = self._is_due() if training else some_evaluation
+        if due and self.look is None:
+            self._begin_look(training)
+
+    def _end_forward(self, name, args, kwargs, outputs):
+        self.phase, training = "loop", torch.is_grad_enabled()
+        if self.at_once:
+            self.batch = name, args, kwargs, self.random, self.setting
+            if bad_kind(outputs) in ("nan", "inf"):
+                self._stop(_origins.of_forward(self, name, args, kwargs), self.passes + 1)
+            self.batch = self.batch if training else None
+        self.notes += [("root", name, ends(each)) for each in readable(outputs)] if not self.at_once else []
+        for each in outputs:
+            self._mark(each, "output", True)
+            if each.grad_fn is not None and training:
+                each.grad_fn.register_prehook(self._incoming_hook(each.output_nr))
+        if self.look and training:
+            self.look.root(outputs)
+        if len(self.notes) > 100_000:  # forward passes without a backward pass
+            self.notes = []
+
+    def _incoming_hook(self, place):
+        def look(gradients):
+            if not HUB.replaying and place < len(gradients) and self.started:
+                self.boundary.call("the backward", self._incoming, gradients[place])
+
+        return look
+
+    def _incoming(self, gradient):
+        """The gradient that reaches the model's output."""
+        found = readable([gradient] if gradient is not None else [])
+        self.notes += [("incoming", "", ends(each)) for each in found]
+        if self.at_once and self.batch and found and gradient.nbytes <= 2**26:
+            self.arrived.append(gradient.detach())
+
+    # Close looks.
+
+    def _is_due(self):
+        """Whether the next pass is to be looked at closely, asked once for each."""
+        number = self.passes + 1
+        due = self.looked_at < number and ((number - 1) % self.every == 0 or number == 3)
+        self.looked_at = number if due else self.looked_at
+        return due
+
+    def _begin_look(self, training):
+        self._refresh()
+        for look in self.looks[-2:]:
+            look.pack()
+        self.look = Look(self.passes + 1, self.boundary, self.where)
+        self.look.done = not training
+        if training:
+            self.update_look = self.look
+            if self.stepping:  # the forward is in the closure of a step
+                self.look.before_step(self.trained)
+        self.old_looks = [look for look in self.old_looks if not look.close()]
+        fast = any(isinstance(part, FAST_PATH) and not part.training for part in self.plain.modules())
+        if fast:
+            self.unseen["the operations of nn.TransformerEncoder in evaluation, which has a fast path"] = True
+        elif not self.old_looks and not self.compiled:
+            self.look.open()
+
+    def _end_look(self):
+        look, self.look = self.look, None
+        if look is None:
+            return
+        if not look.close():
+            self.old_looks.append(look)
+        self.sees_operations |= look.opened
+        self.found |= look.operations.findings
+        for origin in look.operations.made:
+            if origin.why == "format" and origin.kind != "-inf" and origin.phase != "backward":
+                self.hidden[origin.module, origin.op] = origin
+        if look.coarse:
+            self.coarse = look.coarse
+        if look.operations.zero and self.zero_weights:
+            self.zero_made = look.operations.zero
+        self.cut |= look.cut
+        self.looks.append(look)
+        if len(self.looks) > LOOKS:
+            self.looks = self.looks[::2]
+
+    # The backward pass.
+
+    def before_backward(self, tensors):
+        if HUB.replaying:
+            return
+        if self.compiled and self._is_due():  # no forward is seen
+            self._end_look()
+            self._begin_look(True)
+        self.phase, self.arrived = "backward", []
+        roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        self.before = {name: _version_of(weight.grad) for name, weight in self.trained.items()}
+        root = roots[0]
+        if root.grad_fn is None or not readable([root]) or root.numel() != 1:
+            return
+        scale = self.scaling.before_backward(root)
+        loss = root.detach().float().reshape(())
+        loss = loss if scale is None else loss / scale.to(loss.device)
+        self.notes.append(("loss", "", torch.stack([loss, loss])))
+        if self.at_once:
+            if not math.isfinite(loss.item()) and (scale is None or root.dtype != torch.float16):
+                self._stop(_origins.of_loss(self, root), self.passes + 1)
+            most = 20_000 if self.scaling.attention else 200
+            module_at = functools.partial(self.marked, key="module")
+            ended = (lambda node: False) if self.scaling.attention else self.is_output
+            if not self.is_output(root.grad_fn) or self.scaling.attention:
+                self.slopes = Slopes(self.boundary, root.grad_fn, module_at, ended, most)
+                if not self.slopes.complete:
+                    self.slopes.remove()
+
+    def leave_backward(self):
+        self.phase = "loop" if not self.stepping else "step"
+        if self.slopes:
+            self.slopes.remove()
+
+    def after_backward(self):
+        if HUB.replaying:
+            return
+        self.leave_backward()
+        slopes, self.slopes = self.slopes, None
+        found = {}
+        for name, weight in self.trained.items():
+            if weight.grad is not None and _version_of(weight.grad) != self.before.get(name):
+                found.update(zip([name], readable([weight.grad])))
+        if not found and not self.stepped_in_backward:
+            self.notes = []  # another network's, whose gradients do not reach this one
+            return
+        self.passes += 1
+        self.scaling.attention = max(0, self.scaling.attention - 1)
+        notes, self.notes = self.notes, []
+        if found:
+            norms = norms_of(list(found.values()))
+            self.zero_weights = self._zero_weights(found, norms)
+            if self.look and not self.look.done:
+                self.look.after_backward(found)
+                self.look.norm = norms.norm()
+            notes += [("gradient", name, torch.stack([norm, norm])) for name, norm in zip(found, norms)]
+        if self.look:
+            self.look.done = True
+        self.pending.append((self.passes, notes))
+        if slopes and slopes.culprit and self.scaling.attention:
+            self.scaling.culprit, self.scaling.attention = slopes.culprit, 0
+        self.culprit_here = slopes.culprit if slopes else None
+        if self.at_once or self.passes % self.every == 0:
+            self._read()
+        self.batch, self.arrived, self.stepped_in_backward = None, [], False
+
+    def _zero_weights(self, found, norms):
+        """The weights with a gradient of 0 everywhere, where others have one."""
+        if not self.look or not self.at_once:
+            return self.zero_weights
+        zero = {name for name, norm in zip(found, norms.tolist()) if norm == 0}
+        return zero if len(zero) < len(found) else set()
+
+    def _read(self):
+        """Wait for all that was noted, and judge it, pass by pass."""
+        pending, self.pending = self.pending, []
+        for number, notes in pending:
+            if notes:
+                values = torch.stack([value.to(self.device, torch.float32) for *_, value in notes]).tolist()
+                self._judge(number, [(kind, name, *value) for (kind, name, _), value in zip(notes, values)])
+
+    def _judge(self, number, notes):
+        intact = self.at_once and number == self.passes
+        losses = [low for kind, _, low, _ in notes if kind == "loss"]
+        self.losses += [loss for loss in losses if math.isfinite(loss)]
+        outputs = [name for kind, name, *value in notes if kind == "output" and kind_of(*value) in ("nan", "inf")]
+        if any(kind == "root" and kind_of(*value) in ("nan", "inf") for kind, _, *value in notes):
+            where = outputs[0] if outputs else ""
+            words = f"{place('forward', where)} or since the module before"
+            self._stop(Origin("forward", where, "", words), number, intact)
+        if any(not math.isfinite(loss) for loss in losses) and not self.scaling.scaled:
+            self._stop(
+                Origin("loss", "", "", f"{place('loss', '')}: all that the model put out is finite"), number, intact
+            )
+        bad = [name for kind, name, *value in notes if kind == "gradient" and kind_of(*value)]
+        if bad and intact:  # perhaps only the squares in a norm are not
+            bad = [name for name in bad if bad_kind([self.trained[name].grad])]
+        if bad and not self.scaling.scaled:
+            incoming = any(kind == "incoming" and kind_of(*value) for kind, _, *value in notes)
+            self._stop(_origins.of_backward(self, bad, incoming, intact), number, intact)
+
+    # Optimizer and scaler.
+
+    def _holds(self, optimizer):
+        """Whether it moves weights of this model, or was given."""
+        known = any(optimizer is one for one in self.optimizers)
+        if not known and not self.ids.isdisjoint(map(id, held_by([optimizer]))):
+            self.optimizers.append(optimizer)
+            known = True
+        return known
+
+    def before_step(self, optimizer):
+        if not self._holds(optimizer):
+            return
+        self.stepping.append(id(optimizer))
+        look = self.update_look
+        if self.stepping.count(id(optimizer)) > 1:  # the step of the class that it is made from
+            return
+        self.step_from, self.phase = self.passes, "step"
+        self.scaling.passed_by(optimizer)
+        if look:
+            look.before_step(self.trained)
+            look.at_step = self._norm_of_gradients()
+            if getattr(optimizer, "grad_scale", None) is not None:  # a fused step divides by itself
+                look.at_step = look.at_step / optimizer.grad_scale.to(look.at_step.device)
+            look.scale = self.scaling.scale_at_step()
+            look.turned = self._direction(look)
+
+    def after_step(self, optimizer):
+        if id(optimizer) not in self.stepping:
+            return
+        self.stepping.reverse()
+        self.stepping.remove(id(optimizer))
+        self.stepping.reverse()
+        if id(optimizer) in self.stepping:
+            return
+        self.phase = "backward" if self.slopes else "loop"
+        self.stepped_in_backward = bool(self.slopes)
+        self.steps += 1
+        self.scaling.not_scaled = self.scaling.not_scaled if self.scaling.within else 0
+        self.rate = rate_of(optimizer)
+        look, backward_within = self.update_look, self.step_from < self.passes
+        if look and look.weights and look.gradients:
+            self.update_look = None
+            if backward_within:
+                look.at_step = None
+            self.look_done = look
+            look.after = self._norm_of_gradients() if not backward_within else None
+            held = set(map(id, held_by([optimizer])))
+            missing = {name for name, each in self.trained.items() if id(each) in held and each.grad is None}
+            self.missing = missing if self.missing is None else self.missing & missing
+            look.after_step(self.rate)
+
+    def _norm_of_gradients(self):
+        found = readable([weight.grad for weight in self.trained.values() if weight.grad is not None])
+        return norms_of(found).norm() if found else None
+
+    def _direction(self, look):
+        """The cosine between the gradients after the backward and now; None where there is nothing to compare."""
+        then, now = [], []
+        for name, before in look.gradients.items():
+            for each in readable([self.trained[name].grad] if self.trained[name].grad is not None else []):
+                then.append(before)
+                now.append(sample(each))
+        if not then or [each.shape for each in then] != [each.shape for each in now]:
+            return None
+        return torch.cosine_similarity(torch.cat(then).float(), torch.cat(now).float(), dim=0)
+
+    def before_scaler_step(self, scaler, optimizer):
+        if is_on(scaler) and self._holds(optimizer):
+            self.scaling.before_step(scaler)
+            self.taken = self.steps
+
+    def after_scaler_step(self, scaler, optimizer):
+        if not self.scaling.within:
+            return
+        called = self.steps > self.taken
+        took = self.scaling.after_step(scaler, optimizer, called, self.at_once)
+        if called and not took:  # a fused step left it out by itself: what was measured was no step
+            self.steps -= 1
+            if self.look_done and self.update_look is None:
+                self.look_done.forget_step()
+                self.update_look = self.look_done
+        self.skipped += not took
+        if self.scaling.streak() > self.patience:
+            words = f"{self.scaling.streak()} optimizer steps in a row were skipped, as their gradients were not finite"
+            origin = self.scaling.culprit or Origin("backward", "", "", "in the backward")
+            self._stop(origin._replace(words=f"{words}; {origin}"), self.passes, False)
+
+    # The end.
+
+    def _stop(self, origin, number, intact=True):
+        """Save what there is, and raise."""
+        if self.problem is not None:
+            return
+        grown = growth(self.losses)
+        case = "" if grown else case_of(origin)
+        words = f"pass {number:,}, after {self.steps:,} optimizer steps: {origin}."
+        words += f" {grown}, so this is the end of it, and perhaps not its cause." if grown else ""
+        path = _origins.save(self, number, origin) if intact and self.save else None
+        words += f" Saved: {path}." if path else ""
+        words += f" See the clinic: {case}." if case else ""
+        if not intact and not self.at_once:
+            words += " The weights have changed since; with every=1 it stops at once, and names the operation."
+        self.problem = NonFinite(words, origin, path, case)
+        if not self.warn:
+            self._leave_run()
+            raise self.problem
 
 
-def _save(seen, number, origin):
-    """Write the batch, weights and origin of the bad pass; the path, or None."""
-    path = Path(seen.save)
-    path = path.with_stem(f"{path.stem}_{dist.get_rank()}") if _world() else path
-    state = _state(seen.plain, seen.weights.items())
-    try:
-        torch.save(seen.saved | {"state": state, "pass": number, "origin": origin}, path)
-    except Exception as error:  # a full disk, a batch that cannot be pickled
-        seen.tell(note(f"nothing was saved: {type(error).__name__}: {error}"))
-        return None
-    return str(path)
+def _in_transform():
+    """Whether a transform of torch.func is at work, as vmap or grad."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _version_of(gradient):
+    return None if gradient is None else (id(gradient), gradient._version)
+
+
+def _headroom(size):
+    """How often a number can double before fp16's largest is passed; negative beyond."""
+    if size > 0:
+        return math.log2(LARGEST) - math.log2(size)
+    return math.inf if size == 0 else math.nan

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from halfbits import audit, auditing, watch
-from tests.small_runs import BF16, FP16, Run, found, network, scaler, sgd, squares, train, worst
+from halfbits import audit
+from tests.small_runs import FP16, found, network, scaler, sgd, squares, train, worst
 
-NAMING_CASES = "_hooks", "_looks", "_loss", "_rounding", "_search", "_verdicts", "auditing"
+NAMING_CASES = "_verdicts", "auditing"
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -125,30 +125,31 @@ class Positions(nn.Module):
 def test_modules_in_16_bits():
     report = audit(Positions().half())
     assert "norm.eps = 1e-08" in found(report, "an eps that is 0 in fp16", "likely")["where"]
-    found(report, "frequencies of positions in float16", "note")
-    found(audit(Positions().bfloat16()), "frequencies of positions in bfloat16", "likely")
+    assert found(report, "rotary frequencies in 16 bits", "likely")["where"] == "inv_freq"
     assert found(report, "positions in 16 bits", "likely")["where"] == "position_ids"
     found(report, "running statistics in 16 bits", "likely")
 
 
 @pytest.mark.weekly
 def test_old_and_new_switches_of_tf32():
-    # In a process of its own: the mixture cannot be taken back.
-    lines = "torch.backends.cuda.matmul.allow_tf32 = True; torch.backends.cuda.matmul.fp32_precision = 'ieee'"
-    command = f"import torch; from halfbits import audit; {lines}; print(audit(torch.nn.Linear(8, 8)))"
-    said = subprocess.run([sys.executable, "-c", command], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    # In a process of its own, as the mixture cannot be taken back; a device of CUDA is wanted, and no driver is asked.
+    lines = """
+import torch
+from halfbits import audit, auditing
+auditing.device_of = lambda model: torch.device("cuda")
+torch.backends.cuda.matmul.allow_tf32 = True
+torch.backends.cuda.matmul.fp32_precision = "ieee"
+print(audit(torch.nn.Linear(7, 10)))
+"""
+    said = subprocess.run([sys.executable, "-c", lines], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert said.startswith("Verdict, likely: old and new TF32 switches are mixed")
-    says(network(), "TF32: products", "note")
+    assert "not multiples of 8, which Tensor Cores want: weight (10, 7)" in said
 
 
-def test_units_sizes_regions_and_compiled_modules(monkeypatch):
-    monkeypatch.setattr(auditing, "_native", lambda device: {FP16: True, BF16: False})
-    assert "units" not in str(audit(network()))  # bf16 is not used
-    says(network().bfloat16(), "no bfloat16 units", "note")
-    assert "0.weight (10, 7)" in says(nn.Sequential(nn.Linear(7, 10)), "not multiples of 8", "note").what
+def test_a_region_around_the_call():
+    assert "TF32" not in str(audit(network()))  # a CPU has none
     with torch.autocast("cpu"):
         assert says(network(), "autocast is on", "likely")["case"] == "Loss stays the same in every step"
-    says(torch.compile(network(), backend="eager"), "compiled", "note")
 
 
 def test_numbers():
@@ -178,22 +179,12 @@ def test_numbers():
 
 def test_what_the_optimizer_holds():
     model = network()
-    says(model, "holds none of the model's weights", "certain", sgd(network()))
+    says(model, "holds none of the model's weights", "likely", sgd(network()))
+    stacked = torch.optim.SGD([torch.nn.Parameter(torch.stack([weight] * 3)) for weight in model.parameters()], 0.1)
+    says(model, "holds none of this model's weights, but others", "note", stacked)
     assert says(model, "that the optimizer lacks", "likely", sgd(model[0]))["where"] == "2"
     says(model, "a learning rate of 0", "note", sgd(model, lr=0.0))
     assert "lacks" not in str(audit(model, [sgd(model[0]), sgd(model[2])]))
-
-
-def test_merged_adapters_are_not_missing_from_the_optimizer():
-    model = network()
-    model.requires_grad_(False)
-    model[0] = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 16))
-    optimizer = torch.optim.AdamW(model[0].parameters())
-    train(model, optimizer)
-    trained, model[0] = model[0], nn.Linear(8, 16)
-    assert "merged adapters" in says(model, "that the optimizer lacks", "note", optimizer).cost
-    model[0], model[2] = trained, nn.Linear(16, 8)  # a new head
-    says(model, "that the optimizer lacks", "likely", optimizer)
 
 
 def test_a_step_counter_in_16_bits():
@@ -221,9 +212,6 @@ def test_adam_in_16_bits_and_decay_that_is_lost():
     assert row["case"] == "Weights are NaN after one step of Adam"
     optimizer = torch.optim.Adam(model.parameters(), eps=1e-4)
     assert "eps" not in str(audit(model, optimizer))
-    (1e-5 * model(torch.rand(2, 8).half())).sum().backward()
-    optimizer.step()
-    says(model, "Adam's second moment is 0, as in fp16", "certain", optimizer)
     model = network().bfloat16()
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.rand(2, 8).bfloat16()).sum().backward()
@@ -240,12 +228,7 @@ def test_each_case_is_a_heading_of_the_clinic():
     nodes = [node for path in paths for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
     texts = {str(node.value) for node in nodes if isinstance(node, ast.Constant)}
     named = {text for text in texts if re.fullmatch(r"[A-Z]\w*(?: \w+){3,}", text)} - {"FP32 masters in the optimizer"}
-    assert len(named) > 15 and named <= headings, named - headings
-
-
-def test_settings_of_an_optimizer_in_16_bits():
-    model = network()
-    says(model, "SGD's settings as tensors of 16 bits", "likely", sgd(model, lr=torch.tensor(0.1, dtype=BF16)))
+    assert len(named) > 12 and named <= headings, named - headings
 
 
 def test_masters_that_a_checkpoint_cast():
@@ -262,24 +245,6 @@ def test_a_copy_that_is_only_evaluated_is_no_fault():
     says(model.eval(), "without FP32 masters", "note")
 
 
-def test_decays_that_16_bits_make_equal():
-    model = network()
-    model.decay = nn.Parameter(torch.linspace(0.99, 0.9995, 16))
-    assert not worst(audit(model))
-    report = audit(model.bfloat16(), sgd(model))
-    assert found(report, "16 numbers, 0.98828 to 1, are 4 different ones in bfloat16", "likely")["where"] == "decay"
-
-
-def test_a_schedule_in_16_bits():
-    for dtype, broken in ((BF16, True), (torch.float32, False)):
-        model = network()
-        noise = torch.linspace(1e-4, 0.02, 1000).to(dtype)
-        model.register_buffer("kept", (1 - noise).cumprod(0))
-        model.register_buffer("mixed", torch.randn(1000).to(dtype))
-        report = audit(model, sgd(model))
-        assert [*report.findings["where"][report.findings.severity == "likely"]] == ["kept"] * broken, report
-
-
 def stepped(steps=20):
     """A model and an optimizer that has taken steps."""
     model = network()
@@ -288,74 +253,55 @@ def stepped(steps=20):
     return model, optimizer
 
 
-def loaded(model, states, mine=None):
-    optimizer = torch.optim.AdamW(model.parameters())
-    optimizer.load_state_dict(states)
-    with watch(model, optimizer, mine, save=None) as seen:
-        train(model, optimizer, mine, [1.0] * 3, dtype=FP16 if mine else None)
-    return audit(model, optimizer), seen.report
-
-
-def test_moments_that_a_checkpoint_compressed():
-    model, optimizer = stepped()
-    states = copy.deepcopy(optimizer.state_dict())
-    assert not any(map(worst, loaded(model, states)))
-    for state in states["state"].values():
-        state |= {key: state[key].half() for key in ("exp_avg", "exp_avg_sq")}
-    report = loaded(model, states)[1]
-    found(report, "AdamW's second moment is 0, as in fp16, where the first is not", "certain")
-    found(report, "all numbers of the float32 state exp_avg are float16's", "likely")
-
-
 def test_a_resumed_run_whose_scaler_starts_over():
     model, optimizer = stepped()
-    kept = scaler(init_scale=2.0**12)
+    kept, mine = scaler(init_scale=2.0**12), scaler()
     train(model, optimizer, kept, [1.0] * 3, FP16)
-    states, mine = optimizer.state_dict(), scaler()
     found(audit(model, optimizer, mine), "the optimizer has taken steps before, the scaler counts none", "likely")
-    found(loaded(model, states, mine)[1], "the optimizer has taken steps before, the scaler counts none", "likely")
-    mine = scaler()
     mine.load_state_dict(kept.state_dict())
-    assert not worst(loaded(model, states, mine)[1])
-    run = Run()
-    with watch(run.model, save=None) as seen:  # it meets the second optimizer when the first has stepped
-        run.scaled()
-        for one in (sgd(run.model[0], momentum=0.9), sgd(run.model[2], momentum=0.9)):
-            run.mine.step(one)
-        run.mine.update()
-    assert not worst(seen.report), seen
+    assert not worst(audit(model, optimizer, mine))
 
 
-class Adapted(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.base = nn.Linear(32, 32).bfloat16().requires_grad_(False)
-        self.down, self.up = nn.Parameter(torch.randn(4, 32) / 32), nn.Parameter(torch.zeros(32, 4))
-
-    def forward(self, x):
-        return self.base(x.bfloat16()).float() + x @ self.down.T @ self.up.T
-
-    @torch.no_grad()
-    def merge(self):
-        self.base.weight += (self.up @ self.down).bfloat16()
-        self.up.zero_()
+def test_weights_without_numbers():
+    model = network()
+    model[2].to("meta")
+    assert says(model, "weights on the meta device", "certain", sgd(model))["where"] == "2"
+    lazy = nn.Sequential(nn.LazyLinear(4), nn.ReLU())
+    assert says(lazy, "lazy weights", "note", sgd(lazy)) is not None and not worst(audit(lazy, sgd(lazy)))
 
 
-def test_adapters_that_a_base_of_16_bits_rounds_away():
-    for size, broken in ((1e-4, True), (1.0, False)):
-        model = Adapted()
-        nn.init.normal_(model.up, 0, size)
-        assert ("adapters would lose" in str(audit(model))) == broken
-        with watch(model, sgd(model, lr=1e-4), save=None) as seen:
-            model.merge()
-        assert ("adapters were merged into weights of 16 bits" in str(seen)) == broken, seen
+def test_outliers_as_a_generator_in_16_bits_makes_them():
+    torch.manual_seed(0)
+    model = nn.Linear(100, 100)
+    assert not worst(audit(model))
+    with torch.no_grad():
+        model.weight[:5, 0] = 5.0
+    says(model, "5 numbers of a weight are 5 in size", "likely")
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ((lambda x: x,), "the first argument is a torch.nn.Module, and not a function"),
+        ((network(), network().parameters()), "an optimizer is wanted, or a list of them"),
+        ((network(), None, "fp16"), "the scaler is a torch.amp.GradScaler or None, and not 'fp16'"),
+    ],
+)
+def test_what_cannot_be_audited_is_refused_in_a_sentence(arguments, words):
+    with pytest.raises(TypeError, match=words):
+        audit(*arguments)
+
+
+def test_a_scheduler_is_no_optimizer():
+    model = network()
+    with pytest.raises(TypeError, match="a scheduler was given as the optimizer"):
+        audit(model, torch.optim.lr_scheduler.StepLR(sgd(model), 1))
 
 
 def test_fused_momentum_is_told_before_a_first_step_that_may_be_skipped():
     model, scaler = network(), torch.amp.GradScaler("cpu")
     fused, plain = (torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, fused=fused) for fused in (True, False))
-    words = "the momentum of a fused SGD"
+    words = "the momentum of a fused optimizer"
     assert words in str(audit(model, fused, scaler))
     assert words not in str(audit(model, fused)) and words not in str(audit(model, plain, scaler))
     model(torch.ones(2, 8)).sum().backward()

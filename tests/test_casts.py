@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfbits.casts import cast_policies, trace_casts
 
@@ -196,11 +198,80 @@ def test_a_weight_is_cast_once_and_a_cast_by_hand_is_an_op():
 
 
 def test_trace_leaves_autocast_as_it_was_even_after_an_error():
-    with pytest.raises(RuntimeError):
+    with pytest.raises(ValueError, match=r"fn meets sizes that do not fit together in .*test_casts.py, line "):
         trace_casts(lambda x: x @ x, torch.randn(2, 3))
     assert not torch.is_autocast_enabled("cuda")
     layer = torch.nn.Linear(4, 4)
     assert casts_of(trace_casts(layer, torch.randn(2, 4))) == casts_of(trace_casts(layer, torch.randn(2, 4)))
+
+
+class Counted(TorchDispatchMode):
+    """The bytes that casts read and write. In inference mode `to` comes whole, and does not tell whether it copies."""
+
+    cast_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten.to, torch.ops.aten._to_copy) and result.dtype != args[0].dtype:
+            self.cast_bytes += args[0].nbytes + result.nbytes
+        return result
+
+
+class Ten(torch.nn.Module):
+    """One layer, used ten times."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.norm = torch.nn.Linear(8, 8), torch.nn.LayerNorm(8)
+
+    def forward(self, x):
+        for _ in range(10):
+            x = x + self.norm(self.layer(x))
+        return x
+
+
+class TenInferred(Ten):
+    @torch.inference_mode()
+    def forward(self, x):
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("kind", [Ten, TenInferred])
+def test_casts_in_inference_mode_are_those_of_a_real_run(kind, mode):
+    """Autocast caches no weights there."""
+    model, x = kind(), torch.rand(4, 8)
+    with mode(), Counted() as counted, torch.autocast("cpu", torch.bfloat16):
+        model(x)
+    with mode():
+        table = trace_casts(model, x, device_type="cpu", dtype="bf16")
+        on_cuda = trace_casts(model, x, dtype="bf16", fake=True)
+        assert torch.is_inference_mode_enabled() == (mode is torch.inference_mode)
+    assert table.cast_bytes.sum() == counted.cast_bytes
+    weights = 20 if kind is TenInferred or mode is torch.inference_mode else 2
+    for each in (table, on_cuda):
+        assert casts_of(each)["weight float32 -> bfloat16"] == weights
+        assert list(each.op).count("aten::addmm") == 10
+    assert torch.is_autocast_cache_enabled()
+
+
+class Nosy(TorchDispatchMode):
+    """Looks at every number."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            assert not result.isnan().any().item()
+        return result
+
+
+@pytest.mark.parametrize("around", [Nosy, FakeTensorMode])
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_other_modes_see_nothing_of_a_trace(around, device_type):
+    model, x = torch.nn.Linear(4, 4), torch.rand(2, 4)
+    alone = trace_casts(model, x, device_type=device_type)
+    with around():
+        assert trace_casts(model, x, device_type=device_type).equals(alone)
 
 
 @pytest.mark.parametrize("name", ["Bert", "GPT2", "Llama"])
@@ -257,7 +328,7 @@ def test_what_cannot_be_traced_is_refused_in_words():
     elsewhere = torch.nn.Linear(2, 2, device="meta")
     with pytest.raises(ValueError, match="pass every module and tensor as an argument"):
         trace_casts(lambda x: elsewhere(x), torch.ones(1, 2), device_type="cpu", dtype=torch.bfloat16)
-    for dtype in (torch.int8, torch.float32):
+    for dtype in (torch.int8, torch.float32, "fp8"):
         with pytest.raises(ValueError, match=f"casts to torch.float16 or torch.bfloat16, not to {dtype}"):
             trace_casts(layer, torch.ones(1, 2), dtype=dtype)
 
@@ -265,8 +336,17 @@ def test_what_cannot_be_traced_is_refused_in_words():
         def forward(self, x):
             return x if x.sum() > 0 else -x
 
-    with pytest.raises(ValueError, match=r"^Gate asks for values, as .*an if"):
+    line = Gate.forward.__code__.co_firstlineno + 1
+    said = rf'asks for values in .*test_casts.py, line {line}, as .*an if.* device_type="cpu" traces it on real'
+    with pytest.raises(ValueError, match=f"^Gate {said}"):
         trace_casts(Gate(), torch.ones(1, 2), fake=True)
+    with pytest.raises(ValueError, match=f"^fn {said}"):
+        trace_casts(lambda gate, x: gate(x), Gate(), torch.ones(1, 2), fake=True)
+    assert "aten::sum" in set(trace_casts(Gate(), torch.ones(1, 2), device_type="cpu").op)
+    with pytest.raises(TypeError, match="fn must be a module or a function, not Tensor"):
+        trace_casts(torch.ones(1, 2), layer)
+    with pytest.raises(ValueError, match="autocast knows no device type 'gpu', only cpu, cuda"):
+        trace_casts(layer, torch.ones(1, 2), device_type="gpu")
     for device_type, fake in [("cuda", True), ("cpu", False)]:
         with pytest.raises(ValueError, match=r"^fn runs backward itself"):
             backward = lambda layer, x: layer(x).sum().backward()

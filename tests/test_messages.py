@@ -84,6 +84,119 @@ def test_a_line_of_a_log_leads_to_its_symptom(line):
     assert list(explain(line).title) == ["The loss is NaN, or the scale falls."]
 
 
+AMP = "_amp_foreach_non_finite_check_and_unscale_cpu"
+FAST_PATH = "torch.backends.mha.set_fastpath_enabled(False)"
+ANSWERED = [  # a message, words that are in what is answered, and words that are not
+    (f"\"{AMP}\" not implemented for 'BFloat16'", "weights are bf16", "complex"),
+    (f"{AMP} not implemented for BFloat16", "weights are bf16", "complex"),  # as it is where quotes are lost
+    (f"\"{AMP}\" not implemented for 'ComplexFloat'", "weight is complex", "bf16, so are"),
+    (f"{AMP} not implemented for ComplexDouble", "weight is complex", "weights are bf16"),
+    (f"\"{AMP}\" not implemented for 'Float8_e5m2'", "A gradient is FP8", "weights are bf16"),
+    (f"\"{AMP}\" not implemented for 'Double'", "the dtype that the message names", "bf16"),
+    ("expected scalar type Double but found Float", "is float64", ".half()"),
+    ("expected scalar type Float but found Double", "is float64", "made under autocast"),
+    ("expected scalar type Float but found Half", "made under autocast", "float64"),
+    ("expected scalar type Float but found BFloat16", FAST_PATH, "float64"),
+    ("mat1 and mat2 must have the same dtype, but got Float and BFloat16", FAST_PATH, "float64"),
+    ("mat1 and mat2 must have the same dtype, but got Double and Half", "is float64", "made under autocast"),
+    ("mat1 and mat2 must have the same dtype, but got Long and Float", "whole numbers", "made under autocast"),
+    ("expected scalar type BFloat16 but found Half", "One tensor is fp16 and the other bf16", "a float32 tensor"),
+    ("expected m1 and m2 to have the same dtype, but got: c10::complex<float> != float", "is complex", "adapter"),
+    ("expected m1 and m2 to have the same dtype, but got:\nc10::Float8_e4m3fn != float", "is FP8", "adapter"),
+    ("Input type (double) and bias type (struct c10::Half) should be the same", "is float64", "made half"),
+    ("Input type (torch.cuda.FloatTensor) and weight type (torch.FloatTensor) should be the same", "CPU", "made half"),
+    ("RNN input dtype (torch.float64) does not match weight dtype (torch.float32).", "is float64", "autocast region"),
+    (
+        "Expected attn_mask dtype to be bool or float or to match query dtype, but got attn_mask.dtype: long int and  "
+        "query.dtype: float instead.",
+        "mask.bool()",
+        "mask.to(q.dtype)",
+    ),
+    ("Found dtype Long but expected Float", "whole numbers", "outside autocast"),
+    ("result type ComplexFloat can't be cast to the desired output type Float", "is complex", "whole numbers"),
+    ("\"sum_cpu\" not implemented for 'ComplexHalf'", "complex numbers", "16-bit kernel"),
+    ("\"mse_cpu\" not implemented for 'Long'", "whole numbers", "written into"),
+    ("\"gcd_cpu\" not implemented for 'Float'", "no kernel for float32", "FP8"),
+    ("\"cdist\" not implemented for 'Half'", "no 16-bit kernel", "no kernel for float32"),
+    ("value cannot be converted to type c10::BFloat16 without overflow", "does not fit in bf16", "65504"),
+    ("value cannot be converted to type c10::Half without overflow", "65504", "bf16"),
+    ("Type fp16 is not supported on your device.", "train in bf16", "older than Ampere"),
+    ("Trying to convert Float8_e5m2 to the MPS backend", "has no FP8", "older macOS"),
+    ("Trying to convert ComplexDouble to the MPS backend", "complex64", "older macOS"),
+    ("bf16 mixed precision requires PyTorch >= 1.10 and a supported device.", "has no bf16", "also on a CPU"),
+    ("bf16 mixed precision with MPS device requires a Pytorch >= 2.6.0", "torch is too old", "also on a CPU"),
+    ("Unexpected input data type. Actual: (tensor(double)) , expected: (tensor(float))", "float32", "'float16'"),
+    ("type fp8e4b8 not supported in this architecture.", "MI300", "before Ada"),
+    ("Expected counts to have type Half but got Float", "SyncBatchNorm", "float64"),
+    ("Unexpected floating ScalarType in at::autocast::prioritize", "fp16 in a bf16 region", "float64"),
+    ("Seen floating point types of different precisions in %add, but mixed precision is", "XLA", "DeepSpeed"),
+    ("Query/Key/Value should either all have the same dtype", "q.to(v.dtype)", "scaled_dot_product"),
+    ("Model data type and gradient accumulation data type must be equal to use ZeRO", "0.10.1", "Apex"),
+    ("Model data type and gradient accumulation data type must be equal to use Amp", "Without ZeRO", "0.10.1"),
+    ("    assert all_groups_norm > 0.\nAssertionError", "exactly 0", "overflow"),
+    ("Inference tensors cannot be saved for backward. To work around", "torch.no_grad", "meta"),
+    ("Cannot copy out of meta tensor; no data! Please use torch.nn.Module.to_empty()", "no numbers", "to_empty"),
+    ("Tensor on device cuda:0 is not on the expected device meta!", "no numbers", "to_empty"),
+    ("MPS device does not support bmm for non-float inputs", "whole numbers", "older macOS"),
+    ("MPS device does not support linear for non-float inputs", "whole numbers", "older macOS"),
+    ("Attempted to use an uninitialized parameter in <method 'numel' of 'torch._C'>", "lazy layer", "meta"),
+    ("cuda_runtime.cpp:118 in function operator(): CUDA Error: invalid argument", "driver", "no kernel"),
+    ("in function cast_transpose: CUDA Error: no kernel image is available", "NVTE_CUDA_ARCHS", "driver refused"),
+    ("Required aspect fp64 is not supported on the device", "GradScaler", "fp16, try"),
+    ("Required aspect fp16 is not supported on the device", "no arithmetic in fp16", "float64"),
+    ("no vectorized ISA", "vector instructions", "GPU"),
+    ("Cannot convert ScalarType Float8_e4m3fn to hipDataType.", "float8_e4m3fnuz", "hipBLAS on AMD"),
+    ("Cannot convert ScalarType Long to hipDataType.", "hipBLAS on AMD", "float8_e4m3fnuz"),
+    ("You must pass a model and an optimizer together to `accelerate.prepare()`", "one call", "torchao"),
+    ("`transformer_engine` was not found on your system.", "torchao", "one call"),
+]
+
+
+@pytest.mark.parametrize(("message", "words", "others"), ANSWERED)
+def test_what_is_answered_is_true_of_the_dtype_that_a_message_names(message, words, others):
+    found = explain(message)
+    answer = " ".join([*found.cause, *found.fix])
+    assert words in answer, answer
+    assert others not in answer, answer
+
+
+def test_each_message_that_names_two_dtypes_is_answered_for_each_other_dtype():
+    """Whatever two dtypes it names, only one entry answers, and it is that of the other dtype."""
+    answers = {"Double": "a-float64", "ComplexFloat": "a-complex", "Long": "whole-", "Float8_e4m3fn": "an-fp8"}
+    frames = [
+        "mat1 and mat2 must have the same dtype, but got {} and {}",
+        "addmv input tensors must have the same dtype, but got Float, {}, and {}",
+        "Input dtypes must be the same, got: input {}, batch1: {}, batch2: float",
+        "prelu: Type promoting not supported. Got {} and {}",
+        "Index put requires the source and destination dtypes match, got {} for the destination and {} for the source.",
+        "index_add_(): self ({}) and source ({}) must have the same scalar type",
+        "linalg.solve: Expected A and B to have the same dtype, but found A of type {} and B of type {} instead",
+        "expected scalar type {} but found {}",
+        "Expected out tensor to have dtype {}, but got {} instead",
+        "FSDP expects uniform original parameter dtype but got {{{}, {}}}",
+    ]
+    for frame in frames:
+        for dtype, slug in answers.items():
+            assert [each.startswith(slug) for each in explain(frame.format("Float", dtype)).slug] == [True], frame
+        assert list(explain(frame.format("Half", "BFloat16")).slug) == ["fp16-meets-bf16"], frame
+        (only,) = explain(frame.format("Float", "Half")).slug
+        assert not only.startswith((*answers.values(), "fp16-meets")), frame
+
+
+DENIED = ["no nan found", "no overflow", "0 NaN values", "No NaNs or infs in the gradients", "nan count = 0", "not nan"]
+DENIED += ["overflow: False", "no underflow", "without any nan", "NaN not found", "no spikes", "没有nan", "未发现溢出"]
+
+
+@pytest.mark.parametrize("line", DENIED)
+def test_a_line_that_denies_is_not_answered_as_if_it_said_so(line):
+    assert explain(line).empty
+
+
+@pytest.mark.parametrize("line", ["no nan in fp32, but nan in fp16", "not learning, nan", "nan: 0.5", "loss=nan, 0"])
+def test_a_denial_of_something_else_hides_nothing(line):
+    assert explain(line).title.iloc[0] == "The loss is NaN, or the scale falls."
+
+
 @pytest.fixture(scope="module")
 def box():
     """The paste box's chart, which holds a message."""
@@ -105,7 +218,7 @@ def test_the_box_holds_the_message_that_it_is_given(box):
 
 def test_a_browser_s_expressions_find_what_python_s_find():
     """All texts against all patterns, by Vega."""
-    texts = [*MESSAGES.message, *MESSAGES.also.explode().dropna(), *PASTED, *WORDS]
+    texts = [*MESSAGES.message, *MESSAGES.also.explode().dropna(), *PASTED, *WORDS, *DENIED]
     patterns = [*MESSAGES.pattern, *SYMPTOMS.pattern]
     data = [{"text": text, "at": i, "pattern": pattern} for i, text in enumerate(texts) for pattern in patterns]
     hit = "test(regexp(datum.pattern, 'i'), datum.text) ? 1 : 0"

@@ -14,6 +14,15 @@ import torch
 from tools.execute import NOTEBOOKS
 
 NEEDED_BY = {
+    "torch._C._current_graph_task_id": "halfbits.watching: a forward that a backward does again",
+    "torch._C._functorch.is_functorch_wrapped_tensor": "halfbits._tensors: a tensor within vmap or grad",
+    "torch._C._functorch.peek_interpreter_stack": "halfbits.watching: a transform of torch.func at work",
+    "torch._dynamo.eval_frame.cached_backends": "halfbits._listening: whether anything was compiled",
+    "torch.ops.aten._local_scalar_dense": "halfbits._ops: what `.item()` asks",
+    "torch._ops.OpOverload": "halfbits._ops: an operation, and none of higher order",
+    "torch.Tensor._version": "halfbits.watching: a gradient that a backward has changed",
+    "torch.utils._python_dispatch._disable_current_modes": "halfbits._listening, _fake, _step, casts: modes of others",
+    "torch.utils._python_dispatch._get_current_dispatch_mode_stack": "halfbits._listening: modes of others",
     "accelerate.state.AcceleratorState._reset_state": "notebook 10: several trainings in one process",
     "node._input_metadata": "halfbits._step: the shape and dtype of a gradient that backward expects",
     "node._sequence_nr": "halfbits._step: the order in which backward runs",
@@ -35,7 +44,6 @@ NEEDED_BY = {
     "torch.cuda.memory._record_memory_history": "notebook 06: notes each allocation of a step",
     "torch.distributed._tools.mem_tracker.MemTracker": "test_memory: torch's own count, to compare with",
     "torch.distributed.fsdp.FSDPModule._get_fsdp_state": "halfbits._tensors: FSDP2's policy",
-    "torch.nn.Module()._compiled_call_impl": "halfbits._tensors: what `module.compile()` compiled",
     "torch.nn.Module()._forward_hooks": "check.first_bad: hooks that were left behind",
     "torch.nn.Module()._forward_pre_hooks": "check.first_bad: hooks that were left behind",
     "torch.nn.modules.module._global_forward_hooks": "check.first_bad: hooks that were left behind",
@@ -44,7 +52,7 @@ NEEDED_BY = {
     "torch.ops.aten._scaled_dot_product_flash_attention": "halfbits._fake: fused attention in 16 bits",
     "torch.ops.aten._to_copy": "halfbits.casts: the op that casts",
     "torch.utils._python_dispatch._get_current_dispatch_mode": "halfbits._looks: a mode that another entered",
-    "torch.utils._python_dispatch.TorchDispatchMode": "halfbits.casts, _step, origin: the ops that run",
+    "torch.utils._python_dispatch.TorchDispatchMode": "halfbits.casts, _step, _ops: the ops that run",
     "torch.utils._pytree.tree_leaves": "halfbits.casts, _step: the tensors in nested arguments",
 }
 

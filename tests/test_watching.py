@@ -1,405 +1,503 @@
-"""How a model may be built and run while `watch` looks on, and what it leaves as it was."""
+"""What `watch` finds in runs that are broken, each beside a sound twin, and what it says of what it saw."""
 
+import copy
 import math
-import re
-import warnings
-from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
+from torch.nn import functional as F
 
-from halfbits import NonFinite, audit, watch
-from halfbits._looks import RECORDS, _copies, _Looks
-from halfbits._tensors import _together
-from helpers.launch import torchrun
-from tests.small_runs import (
-    BF16,
-    FP16,
-    Op,
-    after,
-    found,
-    large,
-    network,
-    saturated,
-    scaler,
-    sgd,
-    squares,
-    stopped,
-    train,
-    worst,
-)
-
-ROOT = Path(__file__).resolve().parent.parent
+from halfbits import NonFinite, watch
+from tests.small_runs import BF16, FP16, Op, after, found, large, network, scaler, sgd, squares, stopped, train, worst
 
 
-def test_a_healthy_run_is_left_as_it_is():
-    plain, model = network(nn.Dropout()), network(nn.Dropout())
-    train(plain, sgd(plain, momentum=0.9), scaler(), [1.0] * 6, FP16)
-    optimizer, mine = sgd(model, momentum=0.9), scaler()
+def test_a_sound_run_is_told_as_one():
+    model, mine = network(nn.Dropout()), scaler()
+    optimizer = sgd(model, momentum=0.9)
     with watch(model, optimizer, mine, every=2) as seen:
         train(model, optimizer, mine, [1.0] * 6, FP16)
-    assert all(map(torch.equal, plain.parameters(), model.parameters()))
     assert (seen.passes, seen.steps, seen.skipped) == (6, 6, 0)
     assert str(seen).splitlines() == [
         "Verdict: nothing wrong was found.",
-        "Seen: 6 passes, 6 optimizer steps, 0 falls of the scale, now 65,536.",
+        "Seen: 6 passes, 6 optimizer steps, 0 skipped. Modules computed in float16 (autocast: float16). "
+        "Looked at closely, operation by operation: pass 1, 3, 5.",
     ]
-    assert not worst(seen.report), seen
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-    assert [number for number, *_ in seen.looks.records] == [1, 3, 5]
-    assert list(seen.table().index) == ["0", "1", "2", "3"] and set(seen.table().dtype) == {"float16"}
+    table = seen.table()
+    assert list(table.index) == ["", "0", "1", "2", "3"] and set(table.dtype) == {"float16"}
+    assert {"output headroom", "gradient headroom", "weight gradient headroom", "% updates lost"} <= set(table.columns)
+    assert set(seen.history().columns) == {"pass", "module", "what", "value"}
 
 
-def test_numbers_from_several_devices_are_one_tensor_on_one():
-    together = _together([torch.ones(()), torch.ones((), device="meta")], torch.device("meta"))
-    assert together.device.type == "meta" and together.shape == (2,)
+# Where a number that is not finite came from.
 
 
-def test_warns_once_and_goes_on():
+def root(x):
+    """Its derivative at 0 is infinite, and 0 times infinity NaN."""
+    return (0 * x).sqrt()
+
+
+def half_a_square(output):
+    wide = 1e3 * output.half()
+    return (wide * wide).mean()
+
+
+@pytest.mark.parametrize("every", [1, 100])
+@pytest.mark.parametrize(
+    "options, phase, module, words",
+    [
+        ({"model": large(), "dtype": FP16, "factors": [1e-3, 1e3]}, "forward", "2", "addmm made inf (float16)"),
+        ({"model": network(Op(lambda x: x.log())), "factors": [1.0]}, "forward", "3", "its operand is negative at"),
+        ({"factors": [1.0, math.nan]}, "input", "", "in the input: args.0"),
+        ({"model": network(Op(root))}, "backward", "3", "its result (float32) is 0 at 32 of 32 places"),
+        ({"loss": lambda output: root(output).sum()}, "loss", "", "that of sqrt made"),
+        ({"loss": half_a_square}, "loss", "", "made inf"),
+        ({"loss": lambda output: output.sum() / (output > 1e9).sum()}, "loss", "", "div"),
+        ({"loss": lambda output: (0 * output.half()).log().mean()}, "loss", "", "is 0 at 32 of 32 places"),
+        ({"loss": lambda output: (-output.abs()).log().mean()}, "loss", "", "log"),
+        ({"loss": lambda output: (1e5 * output.abs()).exp().mean()}, "loss", "", "exp"),
+    ],
+)
+def test_the_first_number_that_is_not_finite_is_placed(options, phase, module, words, every):
+    options = dict(options)
+    model = copy.deepcopy(options.pop("model", network()))
+    mine = scaler() if options.get("dtype") == FP16 else None
+    factors = [1e-3] * 3 + options.pop("factors", [1.0])  # of every=100 the look is over by then
+    error, seen = stopped(model, None, mine, every=every, factors=factors[-2 if every == 1 else 0 :], **options)
+    assert error.origin[:2] == (phase, module) and words in str(error), error
+    assert str(error).rstrip(".") in str(seen)
+
+
+def test_weights_that_a_step_has_spoilt_are_told():
+    model = network().half()
+    optimizer = torch.optim.Adam(model.parameters())
+    with pytest.raises(NonFinite, match=r"in the weights already \(a step made them so"), watch(model, save=None):
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.rand(4, 8).half()).float().mean().backward()
+            optimizer.step()
+
+
+def test_a_run_that_diverges_is_not_sent_to_a_case():
     model = network()
-    with warnings.catch_warnings(record=True) as said, watch(model, save=None, warn=True) as seen:
-        warnings.simplefilter("always")
+    error, _ = stopped(model, sgd(model, lr=50.0), scaler(enabled=False), factors=[1.0] * 60, dtype=BF16)
+    assert "The loss had grown from" in str(error) and error.case == ""
+
+
+def test_a_mask_may_hold_minus_infinity():
+    def masked(x):
+        mask = torch.zeros(8).masked_fill(torch.arange(8) > 5, -math.inf)
+        return (x + mask).softmax(-1)
+
+    seen = after(4, model=network(Op(masked)))
+    assert not worst(seen.report)
+    seen = after(
+        4,
+        model=network(Op(lambda x: x + torch.zeros(8).masked_fill(torch.arange(8) > 5, -math.inf))),
+        loss=lambda y: y.softmax(-1)[:, 0].sum(),
+    )
+    assert not worst(seen.report)
+
+
+def test_with_warn_it_goes_on_and_keeps_the_problem():
+    model = network()
+    with watch(model, save=None, warn=True) as seen:
         train(model, sgd(model), None, [1.0, math.nan, math.nan])
-    assert seen.passes == 3 and len(said) == 1 and "pass 2" in str(said[0].message)
+    assert isinstance(seen.problem, NonFinite) and "pass 2" in str(seen.problem)
+    assert seen.report.verdict.startswith("Verdict, certain: pass 2")
 
 
-@pytest.mark.parametrize("how", ["torch.compile", "module.compile", "an inner module"])
-def test_compiled_models_are_seen_from_outside_and_replayed_uncompiled(how, tmp_path):
-    torch.compiler.reset()
-    run = model = large()
-    if how == "torch.compile":
-        run = torch.compile(model, backend="eager")
-    else:
-        (model if how == "module.compile" else model[2]).compile(backend="eager")
-    run(torch.rand(4, 8))  # compiled before it is watched
-    error, seen = stopped(run, None, scaler(), [0.0, 1e3], FP16, save=tmp_path / "bad.pt")
-    assert error.origin[:2] == ("forward", "2")
-    assert "saw nothing inside of what is compiled" in str(seen)
+def test_what_was_saved_can_be_done_again(tmp_path):
+    error, _ = stopped(large(), None, scaler(), factors=[1e-3, 1e3], dtype=FP16, save=tmp_path / "bad.pt")
     saved = torch.load(error.path, weights_only=False)
-    assert saved["state"].keys() == network().state_dict().keys()
+    again = network()
+    again.load_state_dict(saved["state"])
+    (args, kwargs), setting = saved["batch"], saved["autocast"]
+    with torch.autocast(**setting):
+        assert not again(*args, **kwargs).isfinite().all()
+
+
+def test_nan_in_an_evaluation():
+    model = network(nn.BatchNorm1d(8)).eval()
+    model[3].running_var.fill_(math.nan)
+    with pytest.raises(NonFinite, match="in the weights already"), torch.no_grad(), watch(model, save=None):
+        model(torch.rand(4, 8))
+
+
+# A scaler.
+
+
+class Run:
+    def __init__(self, dtype=FP16):
+        self.model, self.mine, self.dtype = network(), scaler(init_scale=1024.0), dtype
+        self.optimizer = sgd(self.model, lr=1e-4)
+        self.mine.scale(torch.ones(()))  # it is made ready
+
+    def loss(self):
+        self.optimizer.zero_grad()
+        with torch.autocast("cpu", self.dtype):
+            return squares(self.model(torch.rand(4, 8)))
+
+    def scaled(self):
+        self.mine.scale(self.loss()).backward()
+
+    def step(self):
+        self.mine.step(self.optimizer)
+        self.mine.update()
+
+
+def not_scaled(run, broken):
+    run.loss().backward() if broken else run.scaled()
+    run.step()
+
+
+def stepped_directly(run, broken):
+    run.scaled()
+    if not broken:
+        run.mine.unscale_(run.optimizer)
+    run.optimizer.step()
+    run.mine._per_optimizer_states.clear()
+
+
+def clipped_before(run, broken):
+    run.scaled()
+    if not broken:
+        run.mine.unscale_(run.optimizer)
+    nn.utils.clip_grad_norm_(run.model.parameters(), 0.05)
+    run.step()
+
+
+def divided_by_hand(run, broken):
+    run.scaled()
+    for weight in run.model.parameters() if broken else ():
+        weight.grad /= run.mine.get_scale()
+    run.step()
+
+
+def cleared(run, broken):
+    run.loss().backward()
+    if broken:
+        run.optimizer.zero_grad(set_to_none=False)
+    run.optimizer.step()
+
+
+def none_left(run, broken):
+    run.loss().backward()
+    if broken:
+        run.optimizer.zero_grad()
+    run.optimizer.step()
+
+
+def turned(run, broken):
+    run.scaled()
+    run.mine.unscale_(run.optimizer)
+    for weight in run.model.parameters() if broken else ():
+        weight.grad.neg_()
+    run.step()
+
+
+# What rounding takes.
+
+
+def counted(run, broken):
+    """A count in 16 bits that stops."""
+    not_scaled(run, False)
+    total = getattr(run, "total", torch.full((), 250.0, dtype=BF16 if broken else torch.float32))
+    run.total = total
+    for _ in range(10):
+        total += 1
+
+
+def averaged(run, broken):
+    """An average of the weights, in 16 bits, in place."""
+    not_scaled(run, False)
+    kept = getattr(
+        run, "kept", [weight.detach().to(BF16 if broken else torch.float32) for weight in run.model.parameters()]
+    )
+    run.kept = kept
+    with torch.no_grad():
+        for average, weight in zip(kept, run.model.parameters()):
+            average.mul_(0.999).add_(weight.to(average.dtype), alpha=0.001)
+
+
+def averaged_together(run, broken):
+    """The same with one call for all."""
+    not_scaled(run, False)
+    kept = getattr(
+        run, "kept", [weight.detach().to(BF16 if broken else torch.float32) for weight in run.model.parameters()]
+    )
+    run.kept = kept
+    torch._foreach_mul_(kept, 0.999)
+
+
+def positions(run, broken):
+    not_scaled(run, False)
+    torch.arange(1000).to(BF16 if broken else torch.float32)
+
+
+def running_positions(run, broken):
+    not_scaled(run, False)
+    torch.ones(2, 600, dtype=BF16 if broken else torch.float32).cumsum(1)
+
+
+def angles(run, broken):
+    not_scaled(run, False)
+    torch.linspace(900, 1000, 9).to(BF16 if broken else torch.float32).sin()
+
+
+def chosen(run, broken):
+    not_scaled(run, False)
+    (1 + torch.rand(64, 100) / 50).to(BF16 if broken else torch.float32).argmax(1)
+
+
+def hidden(run, broken):
+    def steep(x):
+        return (x * (6e4 if broken else 1) * (20 if broken else 1)).sigmoid()
+
+    run.model[1] = Op(steep)
+    not_scaled(run, False)
+
+
+def offset(run, broken):
+    run.model[2].bias.data = torch.full((8,), 300.0 if broken else 0.1)
+    run.model[2].weight.data.mul_(0.01 if broken else 1)
+    not_scaled(run, False)
+
+
+def in_eight_bits(run, broken):
+    not_scaled(run, False)
+    values = torch.rand(64, 8) * (1e-4 if broken else 1.0)
+    values.to(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize(
+    "step, words, severity",
+    [
+        (not_scaled, "steps the loss was not multiplied by the scale", "certain"),
+        (stepped_directly, "optimizer.step was called on gradients that are still scaled", "certain"),
+        (clipped_before, "gradients are clipped to 0.05 while they are still scaled", "certain"),
+        (divided_by_hand, "gradients are divided by the scale, 1,024, twice", "certain"),
+        (cleared, "gradients are 0 at the step, and were not after the backward", "certain"),
+        (none_left, "at the step no weight has a gradient, and none moves", "certain"),
+        (turned, "gradients change their sign between backward and step", "certain"),
+        (counted, "a sum in bfloat16 that has come to 256 takes up 0 for 1", "certain"),
+        (averaged, "a decay by 0.999 leaves numbers in bfloat16 as they were", "certain"),
+        (averaged_together, "a decay by 0.999 leaves numbers in bfloat16 as they were", "certain"),
+        (positions, "whole numbers up to 999 were cast to bfloat16", "likely"),
+        (running_positions, "cumsum in bfloat16 stands still", "likely"),
+        (angles, "sin of bfloat16 up to 1,000, where neighbours are 4 apart", "certain"),
+        (chosen, "argmax of rounded numbers (bfloat16) chooses among equal numbers", "likely"),
+        (hidden, "mul made inf (float16)", "likely"),
+        (offset, "the model's output is float16 up to 30", "likely"),
+        (in_eight_bits, "a cast to FP8 makes 0 of", "likely"),
+    ],
+)
+def test_a_broken_run_and_its_sound_twin(step, words, severity):
+    for broken in (True, False):
+        torch.manual_seed(0)
+        run = Run()
+        with watch(run.model, run.optimizer, run.mine, every=2, save=None) as seen:
+            for _ in range(5):
+                step(run, broken)
+        if broken:
+            found(seen, words, severity)
+        else:
+            assert not seen.findings.what.str.contains(words, regex=False).any(), seen
+            sound = {cleared, none_left}  # for which there is no scaler, and it says so
+            assert step in sound or not worst(seen.report), seen
+
+
+@pytest.mark.parametrize("broken", [True, False])
+def test_skipped_steps_are_routine_unless_no_scale_ends_them(broken):
+    loss = (lambda output: root(output.float()).sum()) if broken else squares
+    mine = scaler(init_scale=2.0**24)
+    seen = after(8, FP16, mine, loss=loss)
+    if broken:
+        row = found(seen, "that of sqrt made", "certain")
+        assert "8 of 8 steps were skipped" in row.what and row.case == "Loss scale falls in every step"
+    else:
+        assert found(seen, "gradients overflowed, as they do until the scale fits", "note") is not None
+    with pytest.raises(NonFinite, match="6 optimizer steps in a row were skipped"):
+        model = network()
+        with watch(model, save=None, patience=5):
+            train(model, sgd(model), scaler(), [1.0] * 9, FP16, lambda output: root(output.float()).sum())
+
+
+def test_a_schedule_that_goes_on_while_steps_are_skipped():
+    model, mine = network(), scaler(init_scale=2.0**40)
+    optimizer = sgd(model)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    with watch(model, save=None) as seen:
+        for _ in range(6):
+            train(model, optimizer, mine, [1.0], FP16)
+            schedule.step()
+    found(seen, "the learning rate went on in", "likely")
+
+
+@pytest.mark.parametrize(
+    "options, words, severity",
+    [
+        ({"dtype": BF16, "mine": scaler()}, "bf16 autocast with a GradScaler", "likely"),
+        ({"dtype": FP16}, "fp16 autocast without a GradScaler", "likely"),
+        ({"model": network().bfloat16(), "loss": squares}, "updates that rounding takes away", "certain"),
+    ],
+)
+def test_what_does_not_go_together(options, words, severity):
+    model = options.get("model")
+    if model is not None:
+        model[0].register_forward_pre_hook(lambda module, args: (args[0].bfloat16(),))
+        options = options | {"lr": 1e-4}
+    found(after(**options), words, severity)
+
+
+class Cut(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.inner, self.head, self.spare, self.how = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), how
+
+    def forward(self, x):
+        if self.how == "no_grad":
+            with torch.no_grad():
+                return self.head(self.inner(x))
+        inner = self.inner(x)
+        return self.head(inner.detach() if self.how == "detach" else inner)
+
+
+def test_weights_that_no_gradient_reaches():
+    class Inner(Cut):
+        def forward(self, x):
+            with torch.no_grad():
+                inner = self.inner(x)
+            return self.head(inner)
+
+    assert found(after(model=Inner("")), "weights that no gradient reaches", "certain")["where"] == "inner"
+    assert "inner" in found(after(model=Cut("detach")), "weights that no gradient reaches", "likely")["where"]
+    assert found(after(model=Cut("")), "weights that are not used", "note")["where"] == "spare"
+
+
+def test_autocast_that_has_no_effect_is_told_by_the_dtypes():
+    seen = after(3)
+    assert "Modules computed in float32 (autocast: none)" in str(seen)
 
 
 def test_says_what_it_did_not_see():
-    torch.compiler.reset()
     model = network()
+    assert "It has not started" in str(watch(model))
     with watch(model) as seen:
-        assert "saw nothing: neither" in str(seen)
+        assert "Not seen: anything, as neither forward nor backward reached this model" in str(seen)
         model(torch.rand(4, 8))
-        assert "saw nothing of backward" in str(seen)
-        network()(torch.rand(4, 8)).sum().backward()  # another model's
-    with watch(model, save=None) as seen:
-        torch.compile(model, backend="eager")(torch.rand(4, 8)).sum().backward()
-    assert seen.passes == 1 and "saw nothing of forward" in str(seen)
-    with watch(model, sgd(model)) as seen:
+    assert "Not seen: a backward" in str(seen)
+    with watch(model) as seen:
         model(torch.rand(4, 8)).sum().backward()
-    assert "the optimizer took no step" in str(seen)
-
-
-@dataclass
-class Answer:
-    logits: torch.Tensor
-    others: dict
-
-
-class Nested(nn.Module):
-    """An LSTM, a checkpointed part, a sparse embedding, and nested outputs."""
-
-    def __init__(self, reentrant=False):
-        super().__init__()
-        torch.manual_seed(0)
-        self.words = nn.Embedding(8, 8, sparse=True)
-        self.lstm = nn.LSTM(8, 8, batch_first=True)
-        self.middle = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
-        self.reentrant = reentrant
-
-    def forward(self, x):
-        hidden, (last, _) = self.lstm(self.words((x.abs() * 7).long() % 8) + x[..., None])
-        logits = checkpoint(self.middle, hidden, use_reentrant=self.reentrant)
-        return Answer(logits, {"last": (last, [hidden])})
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_nested_outputs_lstm_sparse_gradients_and_checkpointing(reentrant):
-    model = Nested(reentrant)
-    dense = [weight for name, weight in model.named_parameters() if name != "words.weight"]
-    both = [torch.optim.SGD(dense, lr=0.1), torch.optim.SGD(model.words.parameters(), lr=0.1)]
-    loss = lambda answer: answer.logits.square().mean() + answer.others["last"][1][0].mean()
-    with watch(model, both, every=1, save=None) as seen:
-        for _ in range(3):
-            loss(model(torch.rand(4, 5))).backward()
-            for one in both:
-                one.step()
-                one.zero_grad()
-    assert (seen.passes, seen.steps) == (3, 3)
-    assert {"words", "lstm", "middle.0", "middle.1"} <= set(seen.table().index)
-    assert not worst(seen.report), seen
-    with torch.no_grad():
-        model.lstm.weight_hh_l0[0] = math.nan
-    with pytest.raises(NonFinite) as raised, watch(model, both, save=None):
-        loss(model(torch.rand(4, 5))).backward()
-    assert raised.value.origin[:2] == ("weights", "lstm")
-
-
-def test_two_networks_in_a_dictionary_and_the_slope_of_one():
-    both = nn.ModuleDict({"maker": network(), "critic": network()})
-    nn.init.zeros_(both["critic"][2].weight)
-    with pytest.raises(NonFinite, match=r"that of sqrt .* makes inf"), watch(both, sgd(both), save=None) as seen:
-        made = both["maker"](torch.rand(4, 8))
-        squares(both["critic"](made)).backward()
-        point = made.detach().requires_grad_()
-        (slope,) = torch.autograd.grad(both["critic"](point).sum(), point, create_graph=True)
-        (slope.square().sum().sqrt() - 1).square().backward()
-    assert {"maker.0", "critic.2"} <= set(seen.table().index)
-
-
-@pytest.fixture
-def one_process(tmp_path):
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
-def test_higher_order_operators_run_while_it_looks():
-    model = network(Op(lambda x: torch.cond(x.sum() > 0, lambda y: y.sin(), lambda y: y.cos(), (x,))))
-    x = torch.rand(4, 8)
-    with torch.no_grad():
-        right = model(x)
-        with watch(model, save=None):
-            assert torch.equal(model(x), right)
-
-
-def test_the_look_at_ops_waits_for_a_pass_that_reaches_the_model():
-    model, critic = network(Op(saturated)), network()
-    with watch(model, sgd(model), save=None) as seen:
-        for number in range(4):
-            made = model(torch.rand(4, 8))
-            squares(critic(made.detach()) if number < 3 else made).backward()
-    found(seen, "made inf (float16)", "likely")
-
-
-def test_the_compiled_model_is_found_from_the_plain_one():
-    model = network()
-    compiled = torch.compile(model, backend="eager")
-    optimizer = sgd(model)
-    with watch(model, optimizer, save=None) as seen:
-        train(compiled, optimizer, factors=[1.0] * 3)
-    assert "saw nothing of forward" not in str(seen) and seen.table().dtype[""] == "float32", seen
-
-
-def test_an_error_of_the_watch_ends_the_watch_and_not_the_run(monkeypatch):
-    model = network()
-    optimizer = sgd(model)
-    monkeypatch.setattr(_Looks, "output", lambda *_: 1 / 0)
-    with pytest.warns(RuntimeWarning, match="watch stopped: ZeroDivisionError"), watch(model, optimizer) as seen:
-        train(model, optimizer, factors=[1.0] * 3)
-    found(seen, "watch stopped: ZeroDivisionError: division by zero", "note")
-
-
-def test_fsdp2_in_fp16_without_a_scaler(one_process):
-    for dtype, broken in ((FP16, True), (BF16, False)):
-        model = fully_shard(network(), mp_policy=MixedPrecisionPolicy(dtype, torch.float32))
-        report = audit(model, sgd(model))
-        assert report.findings.what.str.contains("FSDP2 computes in fp16, and nothing scales").any() == broken
-        assert "FSDP2 computes in fp16" not in str(audit(model, sgd(model), scaler()))
-
-
-def test_a_loss_that_is_compiled_and_modes_of_others_are_left_alone():
+    assert "Not seen: updates, as the optimizer took no step" in str(seen)
     torch.compiler.reset()
-    compiled, ran = torch.compile(squares, backend="eager"), []
-
-    class Mode(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            ran.append(func)
-            return func(*args, **kwargs or {})
-
-    model = network()
-    with watch(model, sgd(model), every=1, save=None):
-        output = model(torch.rand(4, 8))
-        with Mode():
-            compiled(output).backward()
-        mode = Mode()
-        with mode:
-            output = model(torch.rand(4, 8))
-        compiled(output).backward()
-    assert ran and not torch.utils._python_dispatch.is_in_torch_dispatch_mode()
+    compiled = torch.compile(model, backend="eager")
+    with watch(compiled, save=None) as seen:
+        train(compiled, sgd(model), None, [1.0] * 3)
+    assert "Not seen: what is inside of the model, because the model is compiled" in str(seen)
+    assert seen.passes == 3 and seen.table()["update/weight"].notna().any()
+    torch.compiler.reset()
 
 
-def test_fsdp2_is_not_disturbed_and_its_underflow_is_seen(one_process):
-    policy = MixedPrecisionPolicy(param_dtype=FP16, output_dtype=torch.float32)
-    model = fully_shard(network(), mp_policy=policy)
-    with watch(model, sgd(model), every=2, save=None) as seen:
-        for _ in range(6):
-            (1e-8 * model(torch.rand(4, 8))).mean().backward()
-            assert all(weight.grad is not None for weight in model.parameters())
-            model.zero_grad()
-    assert "is 0 in fp16" in found(seen, "the gradient that reaches the model's output", "certain").what
+def test_steps_of_a_closure_are_measured_like_others():
+    tables = []
+    for closure in (False, True):
+        model = network()
+        optimizer = sgd(model)
 
-
-def test_a_communication_hook_of_ddp_is_blamed_for_what_it_makes(one_process):
-    model = nn.parallel.DistributedDataParallel(network())
-    model.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    words = "in the communication hook fp16_compress_hook"
-    with pytest.raises(NonFinite, match=words), watch(model, sgd(model), save=None):
-        (1e6 * model(torch.rand(4, 8))).sum().backward()
-
-
-def test_accumulation_and_several_forwards_are_one_step():
-    model = network()
-    optimizer = sgd(model)
-    with watch(model, optimizer, save=None) as seen:
-        for _ in range(2):
+        def backward(model=model, optimizer=optimizer):
             optimizer.zero_grad()
-            for _ in range(3):
-                (model(torch.rand(4, 8)) - model(torch.rand(4, 8))).square().mean().backward()
-            optimizer.step()
-    assert (seen.passes, seen.steps) == (6, 2) and not worst(seen.report), seen
+            loss = squares(model(torch.ones(4, 8)))
+            loss.backward()
+            return loss
+
+        with watch(model, optimizer, save=None) as seen:
+            for _ in range(4):
+                if closure:
+                    optimizer.step(backward)
+                else:
+                    backward()
+                    optimizer.step()
+        tables.append(seen.table())
+    assert tables[0].equals(tables[1]) and tables[0]["update/weight"].max() > 0
 
 
-def test_a_checkpoint_that_became_the_weights_is_no_copy_of_them():
-    model = nn.Linear(24, 40)
-    checkpoint = {name: weight.bfloat16() for name, weight in model.state_dict().items()}
-    assert len(_copies(model)) == 1
-    model.load_state_dict(checkpoint, assign=True)
-    assert not _copies(model)
+def test_of_two_networks_each_has_its_own_table():
+    maker, critic = network(), network()
+    first, second = sgd(maker), sgd(critic)
+    with watch(maker, first) as one, watch(critic, second) as two:
+        for _ in range(3):
+            made = maker(torch.rand(4, 8))
+            second.zero_grad()
+            squares(critic(made.detach())).backward()
+            second.step()
+            first.zero_grad()
+            squares(critic(made)).backward()
+            first.step()
+    assert (one.passes, two.passes) == (3, 6)
+    for seen in (one, two):
+        assert {"0", "2"} <= set(seen.table().dropna().index) and not worst(seen.report)
 
 
-def test_table_counts_what_is_lost():
-    model = nn.Sequential(nn.Linear(4, 4, bias=False))
-    nn.init.constant_(model[0].weight, 2.0)
-    optimizer = sgd(model, lr=1e-3)
-    weights = torch.tensor([1.0, 2.0**-26, 0.0, 2.0**-140])
-    with watch(model, optimizer, save=None) as seen:
-        (model(torch.ones(1, 4)) * weights).sum().backward()
-        optimizer.step()
-    row = seen.table().loc["0"]
-    assert row["output headroom"] == pytest.approx(math.log2(65504 / 8))
-    assert row["gradient headroom"] == pytest.approx(math.log2(65504))
-    assert row[["% zero", "% 0 in fp16"]].tolist() == [25, 50]
-    assert row["% updates lost"] == pytest.approx(200 / 3)
-    assert row["update/weight"] == pytest.approx(1e-3 * 2 / 8, rel=1e-3)
+def test_numbers_of_a_device_that_is_read_late_are_judged_pass_by_pass():
+    model = network()
+    optimizer, seen = sgd(model), watch(model, every=4, save=None)
+    seen.at_once = False  # as on a GPU
+    with pytest.raises(NonFinite, match="pass 2") as raised, seen:
+        train(model, optimizer, None, [1.0, math.nan, 1.0, 1.0, 1.0])
+    assert "with every=1 it stops at once" in str(raised.value)
 
 
-def test_bad_passes_of_an_asynchronous_device_are_named_late():
-    """As on a GPU: read once in `every` passes, when the step is done."""
-    model = large(1e15)
-    optimizer = sgd(model, lr=0.0)
-    seen = watch(model, optimizer, None, every=5)
-    seen.at_once = False
-    with pytest.raises(NonFinite) as raised, seen:
-        train(model, optimizer, factors=[0.0, 0.0, 1e30, 1.0, 1.0, 1.0, 1.0])
-    assert seen.passes == 5 and raised.value.origin[:2] == ("forward", "2") and raised.value.path is None
-    assert "pass 3, " in str(raised.value) and "every=1" in str(raised.value)
+@pytest.mark.parametrize(
+    "call, words",
+    [
+        (lambda: watch(lambda x: x), "the first argument is a torch.nn.Module, and not a function"),
+        (lambda: watch(network(), network().parameters()), "an optimizer is wanted"),
+        (lambda: watch(network(), None, "fp16"), "the scaler is a torch.amp.GradScaler or None, and not 'fp16'"),
+        (lambda: watch(network(), every=0), "every is the number of passes between two close looks"),
+    ],
+)
+def test_what_cannot_be_watched_is_refused_in_a_sentence(call, words):
+    with pytest.raises((TypeError, ValueError), match=words.replace(".", "[.]")):
+        call()
 
 
-@pytest.mark.weekly
-def test_memory_stays_and_records_are_thinned():
-    seen = after(steps=300)
-    records = seen.looks.records
-    assert len(records) <= RECORDS and records[-1][0] == 300
-    hooks = seen.hooks
-    assert not (hooks.labels or hooks.values or hooks.pending or seen.looks.before or seen.loss.region)
-    assert len(seen.trend) <= 256 and len({id(labels) for _, labels, *_ in records}) <= 2
+def test_callbacks_watch_what_others_train(tmp_path, capsys):
+    import lightning
+    from transformers import Trainer, TrainingArguments
 
+    from halfbits.callbacks import LightningWatch, TrainerWatch
+    from tests.test_harmless import Rows
 
-def test_most_passes_cost_a_number_a_gradient():
-    """Counted, as times vary: the ops that a watched pass adds to a plain one."""
+    class Model(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = network()
 
-    class Count(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            self.ops = getattr(self, "ops", 0) + (func.overloadpacket.__name__ != "detach")
-            return func(*args, **kwargs or {})
+        def forward(self, x):
+            output = self.net(x)
+            return {"loss": F.mse_loss(output.float(), x), "logits": output}
 
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(20)])
-    optimizer = sgd(model)
-    with Count() as plain:
-        train(model, optimizer)
-    with watch(model, optimizer, save=None):
-        train(model, optimizer, factors=[1.0] * 2)
-        with Count() as watched:
-            train(model, optimizer)
-    assert watched.ops - plain.ops <= len(list(model.parameters())) + 20
+        def training_step(self, batch, number):
+            return self(batch["x"])["loss"]
 
+        def configure_optimizers(self):
+            return sgd(self)
 
-RANKS = """
-import faulthandler, torch, torch.distributed as dist
-from pathlib import Path
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from halfbits import NonFinite, audit, watch
+    options = {"bf16": True, "use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True}
+    arguments = TrainingArguments(str(tmp_path), max_steps=3, per_device_train_batch_size=4, **options)
+    watching = TrainerWatch(save=None)
+    Trainer(Model(), arguments, train_dataset=Rows(), callbacks=[watching]).train()
+    assert (watching.seen.passes, watching.seen.steps) == (3, 3)
 
-dist.init_process_group("gloo")
-faulthandler.dump_traceback_later(30, exit=True)
-rank = dist.get_rank()
-
-def network():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8), nn.Linear(8, 1))  # one row: rank 1 has none
-
-def stopped(model, name):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    try:
-        with watch(model, optimizer, every=4, save=f"{Path(__file__).parent}/{name}.pt") as seen:
-            for number in range(9):
-                optimizer.zero_grad()
-                x = torch.rand(4, 8)
-                x = x * float("nan") if rank == 1 and number == 1 else x
-                model(x).float().square().mean().backward()
-                optimizer.step()
-        print(name, "finished")
-    except NonFinite as error:
-        print(name, "passes", seen.passes, "|", error)
-
-stopped(nn.parallel.DistributedDataParallel(network()), "ddp")
-mesh = init_device_mesh("cpu", (2,))
-model = network().bfloat16()
-fully_shard(model[0], mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-fully_shard(model, mesh=mesh)
-print(audit(model, torch.optim.SGD(model.parameters(), lr=0.1)))
-model = fully_shard(network(), mesh=mesh)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-with watch(model, optimizer, every=2, save=None) as seen:
-    for _ in range(4):
-        model(torch.rand(4, 8)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-print("fsdp", seen.passes, seen.steps, sorted(seen.table().index), seen)
-policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-cast = fully_shard(network(), mesh=mesh, mp_policy=policy)
-with watch(cast, save=None) as seen:
-    cast(torch.full((4, 8), 999.0)).float().square().mean().backward()
-print(seen)
-stopped(model, "fsdp")
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.weekly
-def test_two_processes_stop_together(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    (tmp_path / "ranks.py").write_text(RANKS)
-    run = torchrun(tmp_path / "ranks.py", timeout=60)
-    assert run.status == 0, f"{run}{run.errors}{run.message}"
-    for text in run.printed:
-        assert re.search(r"^ddp passes 4 .*rank 1: pass 2, .*in the input: args.0", text, re.MULTILINE), text
-        assert re.search(r"^fsdp passes 4 .*rank 1: pass 2, .*in the input", text, re.MULTILINE), text
-        assert "FSDP2 reduces gradients in 16 bits: param_dtype bfloat16" in text
-        assert "without FP32 masters" in text
-        assert "fsdp 4 4 ['0', '1', '2', '3']" in text
-        assert "an input is bfloat16, up to 1,000, where neighbours are 4 apart" in text
-    saved = torch.load(tmp_path / "ddp_1.pt", weights_only=False)
-    assert saved["origin"].phase == "input" and "3.weight" in saved["state"]
-
-
-def test_an_evaluation_alone_is_no_forward_that_was_not_seen():
-    model = network().eval()
-    with torch.no_grad(), watch(model, save=None) as seen:
-        model(torch.rand(4, 8))
-    found(seen, "saw nothing of backward", "note")
+    watching = LightningWatch(save=None)
+    quiet = {
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "logger": False,
+        "enable_checkpointing": False,
+    }
+    trainer = lightning.Trainer(accelerator="cpu", precision="bf16-mixed", max_steps=3, callbacks=[watching], **quiet)
+    trainer.fit(Model(), torch.utils.data.DataLoader(Rows(), batch_size=4))
+    assert (watching.seen.passes, watching.seen.steps) == (3, 3)
+    assert capsys.readouterr().out.count("Verdict: nothing wrong was found.") == 2

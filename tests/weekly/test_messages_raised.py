@@ -33,8 +33,8 @@ FP8 = torch.float8_e4m3fn
 CPU = torch.device("cpu")
 FIRST = torch.tensor([0])
 ELSEWHERE = (  # who raises what cannot be raised here: what is not installed, and kernels of CUDA and MPS
-    "^(DeepSpeed|apex|fairseq|Transformer Engine|vLLM|bitsandbytes|xFormers|Ultralytics|Diffusers|ONNX Runtime|"
-    r"flash-attention|stable-diffusion-webui|torchvision .*references)|\((CUDA|MPS)\)"
+    "^(DeepSpeed|apex|fairseq|Transformer Engine|vLLM|bitsandbytes|xFormers|Ultralytics|Diffusers|ONNX Runtime|XLA|"
+    r"flash-attention|stable-diffusion-webui|torchvision .*references)|\((CUDA|MPS|XPU|ROCm, CUDA)\)"
 )
 NOT_RAISED = {  # and why not
     "current-cuda-device-does-not-support-bfloat16": "an old GPU",
@@ -45,6 +45,11 @@ NOT_RAISED = {  # and why not
     "insufficient-for-fp8-mixed-precision-training": "an old GPU",
     "triton-type-fp8e4nv-not-supported-in-this-architecture": "an old GPU",
     "fp16-mixed-precision-requires-a-device": "a device that Accelerate does not know",
+    "bf16-mixed-precision-requires-a-supported-device": "a GPU or a Mac that has no bf16",
+    "mixed-precision-with-mps-device-requires-pytorch": "a Mac, and an old torch",
+    "some-parameters-are-on-the-meta-device": "a model that does not fit",
+    "no-vectorized-isa-for-compiled-code": "whether torch.compile says so depends on the processor",
+    "triton-type-fp8e4b8-not-supported-in-this-architecture": "another GPU",
     "upcasted-low-precision-parameters": "FSDP1 in Accelerate, with several processes",
     "tensorfloat32-tensor-cores-available-but-not-enabled": "a GPU",
     "fp16-mixed-precision-training-can-only-be-used-on-cuda-devices": "Transformers 5 says it no longer",
@@ -126,6 +131,10 @@ def in_a_group(function):
         function(mesh)
 
 
+def unscaled(dtype):
+    torch._amp_foreach_non_finite_check_and_unscale_([ones(4).to(dtype)], torch.zeros(1), ones(1))
+
+
 def attention(value_dtype=torch.float32, mask=None):
     query = ones(1, 1, 2, 4)
     F.scaled_dot_product_attention(query, query, query.to(value_dtype), mask)
@@ -141,6 +150,9 @@ def scaled_product(columns=16, by_column=True, dtype=torch.float32):
 
 RAISERS = {  # what raises, warns of or logs the message of that name
     "attempting-to-unscale-fp16-gradients": lambda: scaler_calls("step", dtype=HALF),
+    "amp-unscale-not-implemented-for-complexfloat": lambda: unscaled(torch.complex64),
+    "amp-unscale-not-implemented-for-float8": lambda: unscaled(FP8),
+    "amp-unscale-not-implemented-for-another-dtype": lambda: unscaled(torch.int64),
     "unscale-has-already-been-called": lambda: scaler_calls("unscale_", "unscale_"),
     "unscale-is-being-called-after-step": lambda: scaler_calls("step", "unscale_"),
     "step-has-already-been-called": lambda: scaler_calls("step", "step"),
@@ -182,6 +194,16 @@ RAISERS = {  # what raises, warns of or logs the message of that name
     "result-type-float-cannot-be-cast-to-long": lambda: F.binary_cross_entropy_with_logits(
         ones(2), torch.tensor([0, 1])
     ),
+    "not-implemented-for-long": lambda: F.log_softmax(torch.tensor([[1, 2]]), 1),
+    "not-implemented-for-complexhalf": lambda: torch.fft.fft(ones(4)).to(torch.complex32).sum(),
+    "not-implemented-for-float": lambda: torch.bincount(ones(2)),
+    "a-complex-tensor-meets-another-dtype": lambda: torch.fft.fft(ones(2, 2)) @ ones(2, 2),
+    "an-fp8-tensor-meets-another-dtype": lambda: nn.Linear(4, 4)(ones(2, 4).to(FP8)),
+    "attn-mask-of-whole-numbers": lambda: attention(mask=ones(2, 2, dtype=torch.int64)),
+    "whole-numbers-meet-another-dtype": lambda: nn.Linear(4, 4)(ones(2, 4, dtype=torch.int64)),
+    "a-float64-tensor-meets-another-dtype": lambda: nn.Linear(4, 4)(torch.from_numpy(np.ones((2, 4)))),
+    "fp16-meets-bf16": lambda: nn.Linear(4, 4).bfloat16()(half(2, 4)),
+    "onednn-unsupported-data-type": lambda: nn.LSTM(4, 4)(ones(2, 1, 4), [ones(1, 1, 4, dtype=torch.float64)] * 2),
     "all-tensors-must-have-the-same-dtype-bilinear": lambda: nn.Bilinear(4, 4, 4)(half(2, 4), half(2, 4)),
     "input-and-hidden-tensors-are-not-the-same-dtype": lambda: nn.LSTM(4, 4)(ones(2, 1, 4), [bf16(1, 1, 4)] * 2),
     "mat1-and-mat2-must-have-the-same-dtype": lambda: nn.Linear(4, 4)(half(2, 4)),
@@ -204,6 +226,8 @@ RAISERS = {  # what raises, warns of or logs the message of that name
     "value-cannot-be-converted-to-type-half-without-overflow": lambda: half(4).masked_fill(
         ones(4, dtype=torch.bool), -1e9
     ),
+    "value-cannot-be-converted-to-type-int-without-overflow": lambda: ones(4, dtype=torch.int8).fill_(-1e9),
+    "value-cannot-be-converted-to-type-bfloat16-without-overflow": lambda: bf16(4).fill_(torch.finfo().min),
     "none-of-the-inputs-have-requires-grad-true": lambda: checkpoint(nn.Linear(4, 4), ones(2, 4), use_reentrant=True),
     "view-as-complex-is-only-supported-for-half-float-and-double": lambda: torch.view_as_complex(bf16(2, 2)),
     "linalg-low-precision-dtypes-not-supported": lambda: torch.linalg.inv(half(2, 2)),
@@ -216,6 +240,10 @@ RAISERS = {  # what raises, warns of or logs the message of that name
     "expected-scalar-type-float-but-found-half": lambda: ones(1, 2, 2).bmm(half(1, 2, 2)),
     "got-unsupported-scalartype-bfloat16": lambda: bf16(2).numpy(),
     "cannot-convert-ndarray-of-type-bfloat16": lambda: torch.from_numpy(np.ones(2, ml_dtypes.bfloat16)),
+    "cannot-convert-ndarray-of-type-float8": lambda: torch.from_numpy(np.ones(2, ml_dtypes.float8_e4m3fn)),
+    "cannot-convert-ndarray-of-type-longdouble": lambda: torch.from_numpy(np.ones(2, np.longdouble)),
+    "cannot-copy-out-of-meta-tensor": lambda: nn.Linear(4, 4, device="meta").to("cpu"),
+    "attempted-to-use-an-uninitialized-parameter": lambda: nn.init.ones_(nn.LazyLinear(4).weight),
     "probability-tensor-contains-either-inf-nan-or-element-less-than-0": lambda: torch.multinomial(
         torch.tensor([np.nan, 1.0]), 1
     ),
@@ -252,6 +280,35 @@ def _():
     optimizer, scaler = started()
     scaler.unscale_(optimizer)
     pickle.dumps(scaler)
+
+
+@raises("transformer-encoder-fast-path-under-autocast")
+def _():
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=True).eval()
+    padding = torch.tensor([[False] * 6, [False] * 3 + [True] * 3])
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(True)
+    try:
+        with torch.no_grad(), torch.autocast("cpu", BF16):
+            model(ones(2, 6, 32), src_key_padding_mask=padding)
+    except RuntimeError:
+        print(traceback.format_exc())
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+@raises("unexpected-floating-scalartype-in-autocast-prioritize")
+def _():
+    with torch.autocast("cpu", BF16):
+        torch.cat([half(2), ones(2)])
+
+
+@raises("inference-tensors-cannot-be-saved-for-backward")
+def _():
+    with torch.inference_mode():
+        x = ones(2, 4)
+    nn.Linear(4, 4)(x)
 
 
 class Product(torch.autograd.Function):
@@ -398,6 +455,22 @@ def accelerator(precision):
     from accelerate import Accelerator
 
     return Accelerator(cpu=True, mixed_precision=precision)
+
+
+@raises("accelerate-pass-a-model-and-an-optimizer-together-when-using-transformerengine")
+def _():
+    import accelerate.accelerator
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(accelerate.accelerator, "is_transformer_engine_available", lambda: True)
+        accelerate.Accelerator._prepare_te(None, nn.Linear(4, 4))
+
+
+@raises("accelerate-no-fp8-compatible-backend-was-installed")
+def _():
+    from accelerate.utils import has_transformer_engine_layers
+
+    has_transformer_engine_layers(nn.Linear(4, 4))
 
 
 @raises("acceleratorstate-has-already-been-initialized")
