@@ -4,9 +4,12 @@ Nothing is attached to a model, an optimizer or a scaler, so that they can be co
 """
 
 import functools
+import importlib
 import logging
+import sys
 import traceback
-from contextlib import nullcontext
+import warnings
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch.nn.modules import module as modules
@@ -68,8 +71,8 @@ class Hub:
         if not self.watches:
             self._hang_up()
         self.watches.append(watch)
-        if _anything_compiled() and watch.wants_modules():
-            watch.leave_modules("torch.compile is used in this process")
+        if _anything_compiled():
+            watch.leave_operations()
         self._hang_up_modules()
 
     def remove(self, watch):
@@ -88,6 +91,7 @@ class Hub:
         self._wrap(torch.autograd, "backward", self._backward)
         self._wrap(torch.amp.GradScaler, "step", self._scaler_step)
         self._wrap(torch, "compile", self._compile)
+        self._wrap(importlib.import_module("torch._dynamo.eval_frame").OptimizedModule, "__call__", self._call)
 
     def _wrap(self, owner, name, around):
         original = vars(owner)[name]
@@ -104,27 +108,80 @@ class Hub:
         self.undo.append(undo)
 
     def _hang_up_modules(self):
-        """Hooks for all modules, while a watch wants them; torch.compile would see them."""
+        """Hooks for all modules, while a watch wants them."""
         wanted = any(watch.wants_modules() for watch in self.watches)
         if wanted and not self.module_hooks:
-            before = modules.register_module_forward_pre_hook(self._enter)
-            after = modules.register_module_forward_hook(self._leave, with_kwargs=True, always_call=True)
-            self.module_hooks = [before, after]
+            self._register()
         elif not wanted:
-            for hook in self.module_hooks:
-                hook.remove()
-            self.module_hooks = []
+            self._unregister()
+
+    def _register(self):
+        before = modules.register_module_forward_pre_hook(self._enter)
+        after = modules.register_module_forward_hook(self._leave, with_kwargs=True, always_call=True)
+        self.module_hooks = [before, after]
+
+    def _unregister(self):
+        for hook in self.module_hooks:
+            hook.remove()
+        self.module_hooks = []
+
+    @contextmanager
+    def replay(self):
+        """A pass is done again, uncompiled: modules are seen, and it is no pass of the run."""
+        self.replaying, registers = True, not self.module_hooks
+        if registers:
+            self._register()
+        try:
+            with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of hooks beside compiled modules
+                yield
+        finally:
+            self.replaying = False
+            if registers:
+                self._unregister()
+
+    def _call(self, original, module, *args, **kwargs):
+        """Around what torch.compile has made: it must not meet hooks, and is seen from outside."""
+        if self.replaying or not self.module_hooks:
+            return original(module, *args, **kwargs)
+        self._enter(module, args)
+        self._unregister()
+        output = None
+        try:
+            output = original(module, *args, **kwargs)
+        finally:
+            self._hang_up_modules()
+            self._leave(module, args, kwargs, output)
+        return output
+
+    def around_compiled(self, module):
+        """See a module that was compiled in place from outside; returns what undoes that. It is not pickled with it."""
+        compiled = module._compiled_call_impl
+        if compiled is None:
+            return None
+
+        def outside(*args, **kwargs):
+            return self._call(lambda module, *args, **kwargs: compiled(*args, **kwargs), module, *args, **kwargs)
+
+        def undo():
+            if module._compiled_call_impl is outside:
+                module._compiled_call_impl = compiled
+
+        module._compiled_call_impl = outside
+        return undo
 
     def _enter(self, module, args):
         if not torch.compiler.is_compiling():
             for watch in self.watches:
-                watch.boundary.call("modules", watch.enter, module)
+                if watch.cares_for(module):
+                    watch.boundary.call("modules", watch.enter, module)
 
     def _leave(self, module, args, *more):
         if not torch.compiler.is_compiling():
             kwargs = more[0] if len(more) == 2 else {}
             for watch in self.watches:
-                watch.boundary.call("modules", watch.leave, module, args, kwargs, more[-1])
+                if watch.cares_for(module):
+                    watch.boundary.call("modules", watch.leave, module, args, kwargs, more[-1])
 
     def _backward(self, original, tensors, *args, **kwargs):
         watches = list(self.watches)
@@ -158,19 +215,19 @@ class Hub:
         return result
 
     def _compile(self, original, *args, **kwargs):
+        part = getattr(args[0], "__self__", None) if args else None  # of `module.compile()`
         for watch in self.watches:
-            watch.leave_modules("torch.compile was called")
+            watch.leave_operations()
+            if part is not None and watch.cares_for(part):
+                watch.leave_modules()
         self._hang_up_modules()
         return original(*args, **kwargs)
 
 
 def _anything_compiled():
-    """Whether torch.compile was called in this process: its code must not meet hooks that it does not know."""
-    try:
-        from torch._dynamo.eval_frame import cached_backends
-    except ImportError:
-        return True
-    return any(backend is not None for backend in cached_backends.values())
+    """Whether torch.compile was called in this process."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # slow to import, and not there if nothing was
+    return dynamo is not None and any(backend is not None for backend in dynamo.cached_backends.values())
 
 
 HUB = Hub()

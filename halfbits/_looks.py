@@ -12,15 +12,15 @@ STEP = "update/weight", "% updates lost", "moved"
 class Look:
     """What is measured in one pass, as numbers by (module, what) in `now`, without waiting for the device."""
 
-    def __init__(self, number, boundary, where):
-        self.number, self.boundary = number, boundary
+    def __init__(self, number, boundary, where, loss_only=False):
+        self.number, self.boundary, self.loss_only = number, boundary, loss_only
         self.now, self.coarse, self.cut = {}, None, set()
         self.begins, self.done = 1, False  # forwards that began meanwhile; whether its pass is over
         self.gradients, self.weights = {}, []
         # The norm of all gradients after the backward, before the step and after it; a cosine between the first two.
         self.norm = self.at_step = self.after = self.turned = None
         self.scale, self.opened = 1.0, False
-        self.operations = Operations(boundary, where)
+        self.operations = Operations(boundary, where, loss_only)
         self.sees_operations = False
 
     def open(self):

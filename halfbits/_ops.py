@@ -10,10 +10,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from halfbits._tensors import (
     EIGHT,
     FLOATS,
+    FP16,
     FP32,
     SIXTEEN,
     bad_kind,
     has_numbers,
+    is_finite,
     largest,
     readable,
     short,
@@ -22,6 +24,7 @@ from halfbits._tensors import (
 )
 from halfbits.report import certain, likely
 
+ITEM = torch.ops.aten._local_scalar_dense.default
 WHOLE = (torch.int64, torch.int32, torch.int16)
 GIVEN = re.compile("empty|resize|masked_fill|full|where|scalar_tensor|copy_|fill_|uniform|normal|random|set_|_foreach")
 SUMS = re.compile("(add|sub|lerp|mul|div)_?$")
@@ -66,8 +69,9 @@ class Operations(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, boundary, where):
+    def __init__(self, boundary, where, loss_only=False):
         super().__init__()
+        self.loss_only = loss_only
         self.boundary, self.where = boundary, where  # `where()` is (phase, module)
         self.active, self.made, self.findings, self.eights, self.zero = True, [], {}, {}, ""
         self.made_here = set()  # storages; what is not among them is older than this look
@@ -78,18 +82,26 @@ class Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is torch.ops.aten._local_scalar_dense.default and not isinstance(args[0], torch.Tensor):
+        if func is ITEM and not isinstance(args[0], torch.Tensor):
             return args[0]  # modes are given Python's number for what `.item()` is asked of
-        if not self.active or self.boundary.busy or not isinstance(func, torch._ops.OpOverload):
+        if not self.active or self.boundary.busy or not self.boundary.call("operations", self._wants, func, args):
             return func(*args, **kwargs)
-        look = self.boundary.call("operations", self._begin, func, args)
+        overwritten = self.boundary.call("operations", self._begin, func, args)
         output = func(*args, **kwargs)
-        self.boundary.call("operations", self._look, func, args, kwargs, output, look)
-        self.active = "operations" not in self.boundary.closed
+        self.boundary.call("operations", self._look, func, args, kwargs, output, overwritten)
         return output
 
+    def _wants(self, func, args):
+        """Not what only looks at the same memory, or is of higher order; nor a step in float32, seen as a whole."""
+        if not isinstance(func, torch._ops.OpOverload) or func.is_view:
+            return False
+        if self.loss_only and self.where()[0] != "loop":
+            return False
+        in_float32 = not args or getattr(args[0], "dtype", FP16) not in SIXTEEN
+        return not (in_float32 and self.where()[0] == "step")
+
     def _begin(self, func, args):
-        """What an operation in place is about to overwrite: whether it is finite, and a sum's or average's numbers."""
+        """What an operation in place is about to overwrite, and the numbers of a sum or an average."""
         if not func._schema.is_mutable:
             return None
         first = args[0][0] if args and isinstance(args[0], list) and args[0] else args[0] if args else None
@@ -100,29 +112,30 @@ class Operations(TorchDispatchMode):
 
     def _look(self, func, args, kwargs, output, overwritten):
         op = func.overloadpacket.__name__
-        outputs = readable(tensors_in(output))
         phase, _ = self.where()
         self._whole_numbers(op, args, output)
         if op == "_to_copy" and output.dtype in EIGHT:
             self._eight_bits(args[0], output)
-        if overwritten is None and not GIVEN.search(op):
-            self._not_finite(op, func, args, kwargs, outputs)
-        if op in ("topk", "argmax", "argmin"):
-            self._ties(op, args, output)
-        if op in ("sin", "cos") and args[0].dtype in SIXTEEN:
-            self._angles(op, args[0])
-        if op == "cumsum" and output.dtype in SIXTEEN:
-            self._running_sum(args[0], output, args[1])
-        if phase == "backward" and outputs:
-            self._becomes_zero(op, args, outputs)
         if overwritten and overwritten[1] is not None:
             first, before = overwritten
             values = [each[0] if isinstance(each, list) else each for each in args]
             self._sums_and_decays(op, before, values, kwargs, first.detach())
+        if func._schema.is_mutable:
+            return
+        outputs = readable(tensors_in(output))
+        self.made_here.update(_storage_of(each) for each in outputs)
+        if not GIVEN.search(op) and not all(map(is_finite, outputs)):
+            self._not_finite(op, func, args, kwargs, outputs)
+        if op in ("topk", "argmax", "argmin"):
+            self._ties(op, args, output)
+        elif op in ("sin", "cos") and args[0].dtype in SIXTEEN:
+            self._angles(op, args[0])
+        elif op == "cumsum" and output.dtype in SIXTEEN:
+            self._running_sum(args[0], output, args[1])
+        elif phase == "backward" and outputs:
+            self._becomes_zero(op, args, outputs)
         elif op in ("add", "mul") and phase == "loop" and self._is_older(args[0], output):
             self._sums_and_decays(op, args[0].detach(), args, kwargs, output.detach())
-        if overwritten is None and not func._schema.is_mutable:
-            self.made_here.update(_storage_of(each) for each in outputs)
 
     def _is_older(self, first, output):
         """Whether it is a sum or average in 16 bits from before this look, and not too large to be compared."""
@@ -442,23 +455,22 @@ def loss_origin(root, ends):
             if after is not None and after not in known and not ends(after):
                 known.add(after)
                 waiting.append(after)
-    silent = []  # operations that keep nothing
     for node in reversed(order):
-        op = _op_of(node)
+        op, below = _op_of(node), node.next_functions
+        for place_of, name in enumerate(("_saved_self", "_saved_other")):
+            kept = readable(tensors_in(getattr(node, name, None)))
+            maker = below[place_of][0] if place_of < len(below) else None
+            if bad_kind(kept) in ("nan", "inf") and maker is not None:
+                dtype = short(kept[0].dtype)
+                return f"{_op_of(maker)} made {bad_kind(kept).replace('nan', 'NaN')} ({dtype})", _op_of(maker), ""
         facts, again = _saved_by(node), _done_again(node, op)
-        if (
-            facts
-            and not set(facts.split()).isdisjoint({"inf", "-inf", "NaN", "0", "-1"})
-            and op not in ("mul", "where")
-        ):
+        if "inf at" in facts.replace("-inf at", "") or "NaN" in facts or (POLES.search(op) and facts and op != "pow"):
             return f"{op}: {facts}", op, "reason"
         if again is not None and bad_kind([again]):
             sizes = [f"{short(each.dtype)} up to {largest(each):,.3g}" for each in _kept_by(node)]
             return f"{op} made {bad_kind([again])} of {' and '.join(sizes)}", op, "format"
-        if again is None and op not in ("accumulategrad", "tocopy", "view", "unsqueeze", "squeeze"):
-            silent.append(op)
-    ops = " or ".join(dict.fromkeys(reversed(silent[-3:]))) or "an operation"
-    return f"{ops} made it", ops, ""
+    ops = [_op_of(node) for node in order if _op_of(node) not in ("accumulategrad", "tocopy", "view")]
+    return f"{' or '.join(dict.fromkeys(ops[:3]))} made it", ops[0] if ops else "", ""
 
 
 def _kept_by(node):

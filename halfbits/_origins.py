@@ -1,6 +1,7 @@
 """Where a number that is not finite came from, in the pass that `watch` has just seen; what is saved of it."""
 
 import functools
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -30,7 +31,11 @@ def _already_there(seen, args, kwargs):
         used = "running_" not in name or module_of(name) not in written
         bad += [name] if used and bad_kind([buffer]) in ("nan", "inf") else []
     if bad:
-        when = "a step made them so" if seen.steps else "before the first step"
+        when = "a step made them so" if seen.steps else "before the first pass"
+        if seen.bad_gradients and seen.bad_gradients == seen.passes:
+            when = "the gradients of the pass before were not finite, and were applied all the same, unchecked"
+        elif seen.passes and not seen.steps:
+            when = "the loop made them so, outside of an optimizer's step"
         return Origin("weights", module_of(bad[0]), "", f"in the weights already ({when}): {some(bad)}")
     named = [*((f"args.{number}", each) for number, each in enumerate(args)), *kwargs.items()]
     bad = [name for name, each in named if bad_kind(tensors_in(each)) in ("nan", "inf")]
@@ -42,7 +47,8 @@ def of_loss(seen, root):
     if seen.look and seen.look.opened and (origin := first_made(seen.look.operations.made)):
         return origin
     words, op, why = loss_origin(root.grad_fn, seen.is_output)
-    words = f"in the loss: {words}; the loss is {short(root.dtype)}, and all that the model put out is finite"
+    finite = ", and all that the model put out is finite" if seen.sees_forward else ""
+    words = f"in the loss: {words}; the loss is {short(root.dtype)}{finite}"
     return Origin("loss", "", op, words, bad_kind([root]), why)
 
 
@@ -72,10 +78,13 @@ def _again(seen, gradients=()):
     buffers = [(buffer, buffer.detach().clone()) for buffer in seen.plain.buffers()]
     operations, culprit = Operations(seen.boundary, seen.where), None
     phase, busy = seen.phase, seen.boundary.busy
-    HUB.replaying, seen.phase, seen.inside, seen.boundary.busy = True, "forward", [], 0
+    seen.phase, seen.inside, seen.boundary.busy = "forward", [], 0
     gpus = [seen.device] if seen.device.type in ("cuda", "xpu") else []
     try:
-        with torch.random.fork_rng(gpus, device_type=seen.device.type), torch.set_grad_enabled(bool(gradients)):
+        with ExitStack() as around:
+            around.enter_context(HUB.replay())
+            around.enter_context(torch.random.fork_rng(gpus, device_type=seen.device.type))
+            around.enter_context(torch.set_grad_enabled(bool(gradients)))
             torch.set_rng_state(random[0])
             for device, state in zip(gpus, random[1:]):
                 torch.get_device_module(device).set_rng_state(state, device)
@@ -86,7 +95,7 @@ def _again(seen, gradients=()):
     except Exception as error:
         seen.unseen[f"the pass done again, which failed ({type(error).__name__}: {error})"] = True
     finally:
-        HUB.replaying, seen.phase, seen.inside, seen.boundary.busy = False, phase, [], busy
+        seen.phase, seen.inside, seen.boundary.busy = phase, [], busy
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.data.copy_(before)

@@ -3,7 +3,7 @@
 import math
 import re
 
-from halfbits._tensors import BF16, FP16, SIXTEEN, fewer_names, module_of, short
+from halfbits._tensors import BF16, FP16, SIXTEEN, fewer_names, held_by, module_of, short
 from halfbits.auditing import spoilt_buffers, states_of, who_keeps_masters
 from halfbits.report import certain, likely, note, some
 
@@ -62,6 +62,23 @@ def _skipped(seen):
         what = f"the learning rate went on in {seen.scaling.moved_in_skips} of {seen.skipped} steps that were skipped"
         cost = "Warm-up and decay pass while no step is taken. Call scheduler.step() only if the scale did not fall."
         yield likely(what, "", cost)
+
+
+def _region(seen):
+    """An autocast region that outlives a step."""
+    if seen.stale:
+        what = "one region of autocast spans steps: the forward uses the weights as they were cast before the step"
+        yield certain(what, "", "Enter the region anew for each step.", "Loss stays the same in every step")
+
+
+def _replaced(seen):
+    """Weights that the optimizer held, and that others have replaced since."""
+    held = set(map(id, held_by(seen.optimizers)))
+    now = {name: id(weight) for name, weight in seen.plain.named_parameters() if weight.requires_grad}
+    gone = [name for name, each in now.items() if each not in held and seen.first_ids.get(name) in held]
+    if gone:
+        cost = "A cast, a load or a merge has put new tensors in their place. Make the optimizer after that."
+        yield certain("the optimizer holds tensors that are no weights any more", fewer_names(seen.plain, gone), cost)
 
 
 def _scaling(seen):
@@ -220,7 +237,7 @@ def _left_behind(seen):
         yield from states_of(seen.plain, seen.optimizers, seen.scaling.scaler)
 
 
-JUDGES = _stopped, _skipped, _scaling, _operations, _gradients, _updates, _left_behind
+JUDGES = _stopped, _region, _replaced, _skipped, _scaling, _operations, _gradients, _updates, _left_behind
 
 
 def verdicts(seen):
@@ -242,7 +259,7 @@ def what_was_seen(seen):
         ops = "operation by operation" if seen.sees_operations else "without operations"
         words.append(f"Looked at closely, {ops}: pass {some(map(str, numbers), 6)}.")
     missing = list(seen.unseen)
-    if not (seen.passes or seen.evaluations or seen.dtypes):
+    if not (seen.passes or seen.evaluations or seen.dtypes or seen.sees_forward):
         missing.append("anything, as neither forward nor backward reached this model")
     elif not seen.passes and not seen.evaluations:
         missing.append("a backward, as none reached the weights of this model")

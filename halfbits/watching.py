@@ -43,7 +43,7 @@ from halfbits._tensors import (
 )
 from halfbits._verdicts import case_of, growth, verdicts, what_was_seen
 from halfbits.auditing import check_given
-from halfbits.report import Report
+from halfbits.report import Report, some
 
 LOOKS = 128  # that are kept; beyond, every second one goes
 SIZES = "output", "gradient", "weight gradient"
@@ -101,7 +101,8 @@ class watch:
         self.model, self.plain, self.device = model, plain(model), device_of(model)
         self.every, self.save, self.warn, self.patience = every, save, warn, patience
         self.at_once = self.device.type == "cpu" or every == 1
-        self.boundary, self.started, self.compiled = Boundary(), False, False
+        self.boundary, self.started, self.compiled, self.sees_modules = Boundary(), False, False, True
+        self.names, self.undo, self.weights, self.trained, self.ids, self.first_ids = {}, [], {}, {}, set(), {}
         self.passes = self.steps = self.skipped = self.evaluations = 0
         self.problem = self.culprit_here = None  # a NonFinite; what made the gradients of this pass bad
         # What close looks found.
@@ -115,23 +116,30 @@ class watch:
         self.inside, self.phase, self.stepping, self.step_from = [], "loop", [], 0
         self.notes, self.pending, self.arrived, self.before = [], [], [], {}
         self.batch = self.slopes = self.random = self.setting = self.rate = None
-        self.stepped_in_backward, self.taken = False, 0
+        self.stepped_in_backward, self.taken, self.bad_gradients, self.sees_forward = False, 0, 0, False
+        self.probe, self.stale = None, False  # what autocast has cast before a step, and serves after it
 
     # Starting, stopping, and what can be asked.
 
     def start(self):
+        self.started = True
+        self.boundary.call("the run", self._start)
+        return self
+
+    def _start(self):
         self.thread = threading.get_ident()
         self.names = {id(module): name for name, module in self.plain.named_modules()}
         outer = self.model
         while outer is not self.plain:  # its wrappers
             self.names[id(outer)] = ""
             outer = getattr(outer, "_orig_mod", None) or outer.module
-        if any(is_compiled(module) for module in self.model.modules()):
-            self.leave_modules("the model is compiled")
-        self.boundary.call("the start", self._refresh)
-        self.started = True
+        compiled = {name: module for name, module in self.plain.named_modules() if is_compiled(module)}
+        if compiled or is_compiled(self.model):
+            self.unseen[f"the inside of what is compiled ({some(compiled or [''])})"] = True
+        self._refresh()
+        self.first_ids = {name: id(weight) for name, weight in self.trained.items()}
+        self.undo = list(filter(None, map(HUB.around_compiled, compiled.values())))
         HUB.add(self)
-        return self
 
     __enter__ = start
 
@@ -146,8 +154,10 @@ class watch:
             self.boundary.call("numbers", self._read)
 
     def _leave_run(self):
-        HUB.remove(self)
+        self.boundary.call("the end", HUB.remove, self)
         self.boundary.call("operations", self._end_look)
+        while self.undo:
+            self.undo.pop()()
         for look in self.old_looks:
             look.close()
         if self.slopes:
@@ -155,11 +165,18 @@ class watch:
         self.names, self.batch, self.notes, self.slopes = {}, None, [], None
 
     def wants_modules(self):
-        return not self.compiled and "modules" not in self.boundary.closed
+        return self.sees_modules and "modules" not in self.boundary.closed
 
-    def leave_modules(self, why):
+    def leave_modules(self):
+        """A part of the model was compiled in place: hooks would be compiled into it."""
+        self.sees_modules = False
+        self.unseen["the model's forward, as module.compile() was called on it or on a part"] = True
+        self.leave_operations()
+
+    def leave_operations(self):
+        """Something was compiled: under a mode that sees operations, it would not be used."""
         self.compiled = True
-        self.unseen[f"what is inside of the model, because {why}"] = True
+        self.unseen["operations, as torch.compile is used in this process"] = True
         self.boundary.call("operations", self._end_look)
 
     @property
@@ -209,9 +226,22 @@ class watch:
         self.trained = {name: weight for name, weight in self.weights.items() if weight.requires_grad}
         self.ids = {id(weight) for weight in self.weights.values()}
 
-    def enter(self, module):
+    def cares_for(self, module):
+        """Whether a module is one of the model's; of what runs inside of it, only while it looks closely."""
+        name = self._name(module)
+        if name is None or not self.inside or name == self.inside[0]:
+            return name is not None
+        looks = self.look is not None and not self.look.loss_only
+        return bool(looks or self.scaling.attention or HUB.replaying) or not self.at_once
+
+    def _name(self, module):
+        """The name of one of the model's modules, or of what was compiled of one; None for others."""
         name = self.names.get(id(module))
-        if name is None or torch.jit.is_tracing():
+        return name if name is not None else self.names.get(id(getattr(module, "_orig_mod", None)))
+
+    def enter(self, module):
+        name = self._name(module)
+        if torch.jit.is_tracing():
             return
         if threading.get_ident() != self.thread:
             self.unseen["forwards in another thread, where autocast of this one is not on"] = True
@@ -221,23 +251,24 @@ class watch:
             self._begin_forward()
 
     def leave(self, module, args, kwargs, output):
-        name = self.names.get(id(module))
+        name = self._name(module)
         if name not in self.inside or threading.get_ident() != self.thread or torch.jit.is_tracing():
             return
         while self.inside.pop() != name:
             pass
         outputs = tensors_in(output)
-        if self.look or _in_transform():
+        looks = self.look is not None and not self.look.loss_only
+        if looks or _in_transform():
             self._see_dtype(name, module, outputs)
         if _in_transform():
             self.unseen["the numbers within transforms of torch.func"] = True
             return
-        if HUB.replaying or self.scaling.attention or self.look:
+        if HUB.replaying or self.scaling.attention or looks:
             for each in outputs:
                 self._mark(each, "module", name)
         if self._looks_away() or output is None:
             return
-        if self.look:
+        if looks:
             self.look.output(name, module, outputs)
         if not self.at_once:
             self.notes += [("output", name, ends(each)) for each in readable(outputs)]
@@ -280,6 +311,7 @@ class watch:
                 self._end_look()
         on = torch.is_autocast_enabled(kind)
         self.setting = {"device_type": kind, "enabled": on, "dtype": torch.get_autocast_dtype(kind)}
+        self._look_for_stale_casts()
         self.autocast.add(self.setting["dtype"] if on else None)
         self.with_gradients.setdefault(training, set()).add(self.setting["dtype"] if on else None)
         others = [each for each in ("cuda", "cpu", "mps", "xpu") if each != kind and torch.is_autocast_enabled(each)]
@@ -288,13 +320,13 @@ class watch:
             gpus = [self.device] if kind in ("cuda", "xpu") else []
             self.random = [torch.get_rng_state(), *(torch.get_device_module(each).get_rng_state(each) for each in gpus)]
         self.evaluations += not training
-        some_evaluation = self.evaluations in (1, 3) or self.evaluations % self.every == 0
+        some_evaluation = self.evaluations == 1 or self.evaluations % self.every == 0
         due = self._is_due() if training else some_evaluation
-        if due and self.look is None:
-            self._begin_look(training)
+        if self.look is None and (due or (training and self.passes == 0)):
+            self._begin_look(training, loss_only=not due)
 
     def _end_forward(self, name, args, kwargs, outputs):
-        self.phase, training = "loop", torch.is_grad_enabled()
+        self.phase, training, self.sees_forward = "loop", torch.is_grad_enabled(), True
         if self.at_once:
             self.batch = name, args, kwargs, self.random, self.setting
             if bad_kind(outputs) in ("nan", "inf"):
@@ -305,7 +337,7 @@ class watch:
             self._mark(each, "output", True)
             if each.grad_fn is not None and training:
                 each.grad_fn.register_prehook(self._incoming_hook(each.output_nr))
-        if self.look and training:
+        if training and self.look and not self.look.loss_only:
             self.look.root(outputs)
         if len(self.notes) > 100_000:  # forward passes without a backward pass
             self.notes = []
@@ -329,17 +361,17 @@ class watch:
     def _is_due(self):
         """Whether the next pass is to be looked at closely, asked once for each."""
         number = self.passes + 1
-        due = self.looked_at < number and ((number - 1) % self.every == 0 or number == 3)
+        due = self.looked_at < number and number % self.every == 2 % self.every
         self.looked_at = number if due else self.looked_at
         return due
 
-    def _begin_look(self, training):
+    def _begin_look(self, training, loss_only=False):
         self._refresh()
         for look in self.looks[-2:]:
             look.pack()
-        self.look = Look(self.passes + 1, self.boundary, self.where)
+        self.look = Look(self.passes + 1, self.boundary, self.where, loss_only)
         self.look.done = not training
-        if training:
+        if training and not loss_only:
             self.update_look = self.look
             if self.stepping:  # the forward is in the closure of a step
                 self.look.before_step(self.trained)
@@ -356,7 +388,7 @@ class watch:
             return
         if not look.close():
             self.old_looks.append(look)
-        self.sees_operations |= look.opened
+        self.sees_operations |= look.opened and not look.loss_only
         self.found |= look.operations.findings
         for origin in look.operations.made:
             if origin.why == "format" and origin.kind != "-inf" and origin.phase != "backward":
@@ -366,7 +398,8 @@ class watch:
         if look.operations.zero and self.zero_weights:
             self.zero_made = look.operations.zero
         self.cut |= look.cut
-        self.looks.append(look)
+        if not look.loss_only:
+            self.looks.append(look)
         if len(self.looks) > LOOKS:
             self.looks = self.looks[::2]
 
@@ -375,7 +408,7 @@ class watch:
     def before_backward(self, tensors):
         if HUB.replaying:
             return
-        if self.compiled and self._is_due():  # no forward is seen
+        if not self.sees_modules and self._is_due():
             self._end_look()
             self._begin_look(True)
         self.phase, self.arrived = "backward", []
@@ -422,7 +455,7 @@ class watch:
         if found:
             norms = norms_of(list(found.values()))
             self.zero_weights = self._zero_weights(found, norms)
-            if self.look and not self.look.done:
+            if self.look and not self.look.done and not self.look.loss_only:
                 self.look.after_backward(found)
                 self.look.norm = norms.norm()
             notes += [("gradient", name, torch.stack([norm, norm])) for name, norm in zip(found, norms)]
@@ -438,7 +471,7 @@ class watch:
 
     def _zero_weights(self, found, norms):
         """The weights with a gradient of 0 everywhere, where others have one."""
-        if not self.look or not self.at_once:
+        if not self.look or self.look.loss_only or not self.at_once:
             return self.zero_weights
         zero = {name for name, norm in zip(found, norms.tolist()) if norm == 0}
         return zero if len(zero) < len(found) else set()
@@ -467,6 +500,7 @@ class watch:
         bad = [name for kind, name, *value in notes if kind == "gradient" and kind_of(*value)]
         if bad and intact:  # perhaps only the squares in a norm are not
             bad = [name for name in bad if bad_kind([self.trained[name].grad])]
+        self.bad_gradients = number if bad else self.bad_gradients
         if bad and not self.scaling.scaled:
             incoming = any(kind == "incoming" and kind_of(*value) for kind, _, *value in notes)
             self._stop(_origins.of_backward(self, bad, incoming, intact), number, intact)
@@ -489,6 +523,8 @@ class watch:
         if self.stepping.count(id(optimizer)) > 1:  # the step of the class that it is made from
             return
         self.step_from, self.phase = self.passes, "step"
+        if torch.is_autocast_enabled(self.device.type) and torch.is_autocast_cache_enabled() and not self.stale:
+            self._put_in_autocast_s_cache()
         self.scaling.passed_by(optimizer)
         if look:
             look.before_step(self.trained)
@@ -497,6 +533,20 @@ class watch:
                 look.at_step = look.at_step / optimizer.grad_scale.to(look.at_step.device)
             look.scale = self.scaling.scale_at_step()
             look.turned = self._direction(look)
+
+    def _put_in_autocast_s_cache(self):
+        """A number of our own, cast as weights are: if the region outlives the step, so does the cast."""
+        with torch.enable_grad():
+            self.probe = torch.ones(1, 1, device=self.device, requires_grad=True)
+            torch.mm(self.probe, self.probe)
+        with torch.no_grad():
+            self.probe.fill_(2)
+
+    def _look_for_stale_casts(self):
+        if self.probe is not None and self.setting["enabled"]:
+            with torch.enable_grad():
+                self.stale |= float(torch.mm(self.probe, self.probe)) == 1
+        self.probe = None
 
     def after_step(self, optimizer):
         if id(optimizer) not in self.stepping:

@@ -21,7 +21,7 @@ def test_a_sound_run_is_told_as_one():
     assert str(seen).splitlines() == [
         "Verdict: nothing wrong was found.",
         "Seen: 6 passes, 6 optimizer steps, 0 skipped. Modules computed in float16 (autocast: float16). "
-        "Looked at closely, operation by operation: pass 1, 3, 5.",
+        "Looked at closely, operation by operation: pass 2, 4, 6.",
     ]
     table = seen.table()
     assert list(table.index) == ["", "0", "1", "2", "3"] and set(table.dtype) == {"float16"}
@@ -394,8 +394,12 @@ def test_says_what_it_did_not_see():
     compiled = torch.compile(model, backend="eager")
     with watch(compiled, save=None) as seen:
         train(compiled, sgd(model), None, [1.0] * 3)
-    assert "Not seen: what is inside of the model, because the model is compiled" in str(seen)
+    assert "Not seen: the inside of what is compiled (the model), operations, as torch.compile is used" in str(seen)
     assert seen.passes == 3 and seen.table()["update/weight"].notna().any()
+    with pytest.raises(NonFinite, match="in 0: addmm made"), watch(compiled, save=None):  # uncompiled, it is repeated
+        with torch.no_grad():
+            model[0].weight.fill_(3e38)
+        train(compiled, sgd(model), None, [1e3])
     torch.compiler.reset()
 
 
