@@ -91,6 +91,7 @@ class Hub:
         self._wrap(torch.autograd, "backward", self._backward)
         self._wrap(torch.amp.GradScaler, "step", self._scaler_step)
         self._wrap(torch, "compile", self._compile)
+        self._wrap(torch.autocast, "__enter__", self._region)
         self._wrap(importlib.import_module("torch._dynamo.eval_frame").OptimizedModule, "__call__", self._call)
 
     def _wrap(self, owner, name, around):
@@ -213,6 +214,12 @@ class Hub:
         for watch in watches:
             watch.boundary.call("the scaler", watch.after_scaler_step, scaler, optimizer)
         return result
+
+    def _region(self, original, region):
+        if getattr(region, "_enabled", False):
+            for watch in self.watches:
+                watch.regions += 1
+        return original(region)
 
     def _compile(self, original, *args, **kwargs):
         part = getattr(args[0], "__self__", None) if args else None  # of `module.compile()`

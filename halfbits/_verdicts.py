@@ -65,7 +65,11 @@ def _skipped(seen):
 
 
 def _region(seen):
-    """An autocast region that outlives a step."""
+    """An autocast region that outlives a step, or that the forward is not in."""
+    if seen.regions and not seen.elsewhere and seen.autocast == {None}:
+        what = "autocast is entered, and no forward of the model runs in it"
+        cost = "The region ends before the call, or is another thread's. Nothing is computed in 16 bits by it."
+        yield likely(what, "", cost)
     if seen.stale:
         what = "one region of autocast spans steps: the forward uses the weights as they were cast before the step"
         yield certain(what, "", "Enter the region anew for each step.", "Loss stays the same in every step")

@@ -117,6 +117,7 @@ class watch:
         self.notes, self.pending, self.arrived, self.before = [], [], [], {}
         self.batch = self.slopes = self.random = self.setting = self.rate = None
         self.stepped_in_backward, self.taken, self.bad_gradients, self.sees_forward = False, 0, 0, False
+        self.regions = 0  # of autocast that were entered
         self.probe, self.stale = None, False  # what autocast has cast before a step, and serves after it
 
     # Starting, stopping, and what can be asked.
@@ -232,7 +233,7 @@ class watch:
         if name is None or not self.inside or name == self.inside[0]:
             return name is not None
         looks = self.look is not None and not self.look.loss_only
-        return bool(looks or self.scaling.attention or HUB.replaying) or not self.at_once
+        return bool(looks or self.scaling.attention or HUB.replaying or _in_transform()) or not self.at_once
 
     def _name(self, module):
         """The name of one of the model's modules, or of what was compiled of one; None for others."""
