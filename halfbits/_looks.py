@@ -95,11 +95,11 @@ class Look:
 
     def after_step(self, rate):
         """What the whole step has done to them, where it should: not at a rate of 0, nor without a gradient."""
-        moved = []
+        moved, nothing_to_do = [], self.at_step is not None and float(self.at_step) == 0
         for name, weight, old in sorted(self.weights, key=lambda row: row[1].numel()):
             module, update, gradient = module_of(name), sample(weight) - old, self.gradients.get(name)
             moved.append(update.abs().max().float())
-            if rate == 0 or gradient is None or gradient.shape != old.shape or not gradient.any():
+            if rate == 0 or nothing_to_do or gradient is None or gradient.shape != old.shape or not gradient.any():
                 continue
             if old.any():
                 self.now[module, "update/weight"] = (update.norm() / old.norm()).float()

@@ -134,6 +134,8 @@ class Operations(TorchDispatchMode):
             self._running_sum(args[0], output, args[1])
         elif phase == "backward" and outputs:
             self._becomes_zero(op, args, outputs)
+        elif op in ("add", "sub") and phase == "loop" and not self._is_older(args[0], output):
+            self._absorbed(op, args[0], args[1], output)
         elif op in ("add", "mul") and phase == "loop" and self._is_older(args[0], output):
             self._sums_and_decays(op, args[0].detach(), args, kwargs, output.detach())
 
@@ -261,6 +263,21 @@ class Operations(TorchDispatchMode):
         if share > 1:
             what = f"cumsum in {short(total.dtype)} stands still in {share:.0f}% of its steps, at {largest(total):,.4g}"
             self._add("cumsum", likely(what, place(*self.where()), "Add up in float32, or in whole numbers."))
+
+    def _absorbed(self, op, first, other, output):
+        """A sum or difference in 16 bits that is what it was before, in half of the places or more."""
+        if not has_numbers(first) or not has_numbers(other) or output.dtype not in SIXTEEN or other.numel() < 2:
+            return
+        if first.shape != output.shape or output.numel() > MOST:
+            return
+        asked = (other.detach() != 0) & (first.detach() != 0) & output.detach().isfinite()
+        share = percent((output.detach() == first.detach()) & asked, asked)
+        if share >= 50:
+            what = f"{op} in {short(output.dtype)} changes nothing in {share:.0f}% of the places"
+            what += f": {largest(first):,.4g} and {largest(other):,.3g}"
+            self._add(
+                "absorbed", likely(what, place(*self.where()), "The smaller number is rounded away. Use float32.")
+            )
 
     def _sums_and_decays(self, op, before, args, kwargs, after):
         """A running sum or average in 16 bits that takes nothing up any more, or that no decay changes."""

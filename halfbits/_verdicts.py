@@ -97,10 +97,11 @@ def _scaling(seen):
         yield certain(
             what, "", f"They are {seen.scaling.scaler.get_scale():,g} times too large: call scaler.step(optimizer)."
         )
-    if len(seen.scaling.scalers) > 2 and len(seen.scaling.scalers) >= seen.scaling.tries:
-        yield certain(
-            "each step uses a new GradScaler", "", "Its scale starts again each time. Make one before the loop."
+    if (many := len(seen.scaling.scalers)) > 2:
+        cost = (
+            "Each starts again with its own scale, and skips steps until that fits. Make one, and save its state_dict."
         )
+        yield certain(f"{many} GradScalers were used one after the other, in {seen.scaling.tries} steps", "", cost)
     if seen.scaling.half_loss and seen.scaling.skips:
         what = "the loss itself is float16, and is multiplied by the scale"
         yield likely(what, "", "Past 65,504 that is inf, so the scale cannot rise. Give scaler.scale `loss.float()`.")
@@ -145,6 +146,11 @@ def _gradients(seen):
             yield likely("weights that no gradient reaches", names, cost)
         else:
             yield note("weights that are not used", names)
+    if seen.all_zero:
+        what = f"all gradients are exactly 0, in {seen.all_zero} of {len(seen.looks)} close looks"
+        yield likely(
+            what, "", seen.zero_made or "The loss does not depend on the weights there, or rounding made it so."
+        )
     if seen.zero_weights and seen.zero_made:
         yield likely(
             "gradients that are 0 everywhere", fewer_names(seen.plain, sorted(seen.zero_weights)), seen.zero_made
@@ -164,7 +170,7 @@ def _on_the_way(look):
         yield certain("gradients are finite after the backward, and not at the step", "", cost)
         return
     if at_step == 0:
-        cost = "zero_grad stands between backward and step, or a hook clears them."
+        cost = "By zero_grad, by a hook, or by clipping with a norm that is infinite, as one of float16 may be."
         yield certain("gradients are 0 at the step, and were not after the backward", "", cost)
         return
     ratio = made / at_step
@@ -199,7 +205,7 @@ def _updates(seen):
     """What rounding takes from updates, and steps that move nothing."""
     rows = seen.history()
     moved = rows[rows.what == "moved"].value
-    if len(moved) and moved.max() == 0 and seen.steps > 1:
+    if len(moved) and moved.max() == 0 and seen.steps > 1 and not seen.all_zero:
         what = f"steps that move none of the weights, at a learning rate of {seen.rate or 0:.3g}"
         yield likely(what, "", "Rounding takes the updates, or the optimizer holds other weights.")
     low = [weight for weight in seen.trained.values() if weight.dtype in SIXTEEN]
@@ -248,16 +254,21 @@ def verdicts(seen):
     return [finding for judge in JUDGES for finding in judge(seen)]
 
 
-def what_was_seen(seen):
-    """What was looked at, and what was not, in words."""
+def certain_so_far(seen):
+    """What is certain already, in words; "" if nothing is."""
+    return "; ".join(finding.what for finding in verdicts(seen) if finding.severity == "certain")
+
+
+def what_was_seen(seen, is_bad):
+    """In what nothing was found, and what was looked at and what not, in words."""
+    dtypes = " and ".join(sorted({short(dtype) for dtype in seen.dtypes.values()}))
+    casts = sorted(f"under autocast to {short(dtype)}" if dtype else "without autocast" for dtype in seen.autocast)
+    computed = f", computed in {dtypes} {' and '.join(casts)}" if dtypes and casts else ""
+    looked_at = f" in {seen.passes:,} passes{computed}" if seen.passes else computed
     passes = f"{seen.passes:,} passes, {seen.steps:,} optimizer steps"
     passes += f", {seen.skipped:,} skipped" if seen.scaling.tries else ""
     passes += f", {seen.evaluations:,} forwards without gradients" if seen.evaluations else ""
-    dtypes = sorted({short(dtype) for dtype in seen.dtypes.values()})
-    casts = sorted(short(dtype) if dtype else "none" for dtype in seen.autocast)
-    words = [f"Seen: {passes}."]
-    if dtypes:
-        words.append(f"Modules computed in {' and '.join(dtypes)} (autocast: {' and '.join(casts) or 'not seen'}).")
+    words = [f"Seen: {passes}{computed if is_bad else ''}."]
     numbers = [look.number for look in seen.looks if look.norm is not None]
     if numbers:
         ops = "operation by operation" if seen.sees_operations else "without operations"
@@ -271,4 +282,4 @@ def what_was_seen(seen):
         missing.append("updates, as the optimizer took no step")
     if missing:
         words.append(f"Not seen: {', '.join(missing)}.")
-    return " ".join(words)
+    return looked_at, " ".join(words)

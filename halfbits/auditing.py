@@ -338,4 +338,4 @@ def audit(
                 found += part(plain(model), optimizers, scaler)
             except Exception as error:  # an unusual kind of model: the others still look
                 stopped.append(f"{part.__name__.strip('_')} ({type(error).__name__}: {error})")
-    return Report(found, "", f"audit could not look at: {', '.join(stopped)}." if stopped else "")
+    return Report(found, stopped=f"audit could not look at: {', '.join(stopped)}." if stopped else "")

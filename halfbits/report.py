@@ -35,10 +35,11 @@ note = functools.partial(certain, severity="note")
 class Report:
     """Findings, worst first. Printed: `verdict`, what was looked at, and the others; `findings` is a DataFrame.
 
-    `seen` says what was looked at. Where `stopped` says that looking ended early, "nothing wrong" is not said.
+    `looked_at` says in what, where nothing was found; `seen` has more of it. Where `stopped` says that looking ended
+    early, "nothing wrong" is not said.
     """
 
-    def __init__(self, findings, seen="", stopped=""):
+    def __init__(self, findings, looked_at="", seen="", stopped=""):
         order = ["certain", "likely", "note"]
         rows = sorted(dict.fromkeys(findings), key=lambda finding: order.index(finding.severity))
         bad = bool(rows) and rows[0].severity != "note"
@@ -48,7 +49,7 @@ class Report:
         elif stopped:
             self.verdict = f"Verdict: none. {stopped}"
         else:
-            self.verdict = "Verdict: nothing wrong was found."
+            self.verdict = f"Verdict: nothing wrong was found{looked_at}."
         more = [seen, stopped if bad else "", *map(str, rows[bad:])]
         self.lines = [self.verdict, *filter(None, more)]
 

@@ -41,7 +41,7 @@ from halfbits._tensors import (
     short,
     tensors_in,
 )
-from halfbits._verdicts import case_of, growth, verdicts, what_was_seen
+from halfbits._verdicts import case_of, certain_so_far, growth, verdicts, what_was_seen
 from halfbits.auditing import check_given
 from halfbits.report import Report, some
 
@@ -117,7 +117,7 @@ class watch:
         self.notes, self.pending, self.arrived, self.before = [], [], [], {}
         self.batch = self.slopes = self.random = self.setting = self.rate = None
         self.stepped_in_backward, self.taken, self.bad_gradients, self.sees_forward = False, 0, 0, False
-        self.regions = 0  # of autocast that were entered
+        self.regions = self.all_zero = 0  # of autocast that were entered; looks in which all gradients were 0
         self.probe, self.stale = None, False  # what autocast has cast before a step, and serves after it
 
     # Starting, stopping, and what can be asked.
@@ -184,11 +184,12 @@ class watch:
     def report(self):
         """The Report of what was found until now."""
         if not self.started:
-            return Report([], "It has not started: use `with watch(model) as seen:`.", "Nothing was looked at.")
+            return Report([], stopped="It has not started: use `with watch(model) as seen:`.")
         found = self.boundary.call("the verdict", verdicts, self) or []
         closed = self.boundary.closed.items()
         stopped = " ".join(f"watch has stopped looking at {part}, because {why}." for part, why in closed)
-        return Report(found, what_was_seen(self), stopped)
+        is_bad = any(finding.severity != "note" for finding in found)
+        return Report(found, *what_was_seen(self, is_bad), stopped)
 
     @property
     def findings(self):
@@ -321,7 +322,7 @@ class watch:
             gpus = [self.device] if kind in ("cuda", "xpu") else []
             self.random = [torch.get_rng_state(), *(torch.get_device_module(each).get_rng_state(each) for each in gpus)]
         self.evaluations += not training
-        some_evaluation = self.evaluations == 1 or self.evaluations % self.every == 0
+        some_evaluation = self.evaluations < 3 or self.evaluations % self.every == 0
         due = self._is_due() if training else some_evaluation
         if self.look is None and (due or (training and self.passes == 0)):
             self._begin_look(training, loss_only=not due)
@@ -475,6 +476,7 @@ class watch:
         if not self.look or self.look.loss_only or not self.at_once:
             return self.zero_weights
         zero = {name for name, norm in zip(found, norms.tolist()) if norm == 0}
+        self.all_zero += len(zero) == len(found)
         return zero if len(zero) < len(found) else set()
 
     def _read(self):
@@ -620,6 +622,8 @@ class watch:
         case = "" if grown else case_of(origin)
         words = f"pass {number:,}, after {self.steps:,} optimizer steps: {origin}."
         words += f" {grown}, so this is the end of it, and perhaps not its cause." if grown else ""
+        known = self.boundary.call("the verdict", certain_so_far, self)
+        words = f"{known}. Then, {words}" if known else words
         path = _origins.save(self, number, origin) if intact and self.save else None
         words += f" Saved: {path}." if path else ""
         words += f" See the clinic: {case}." if case else ""

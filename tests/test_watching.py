@@ -19,9 +19,8 @@ def test_a_sound_run_is_told_as_one():
         train(model, optimizer, mine, [1.0] * 6, FP16)
     assert (seen.passes, seen.steps, seen.skipped) == (6, 6, 0)
     assert str(seen).splitlines() == [
-        "Verdict: nothing wrong was found.",
-        "Seen: 6 passes, 6 optimizer steps, 0 skipped. Modules computed in float16 (autocast: float16). "
-        "Looked at closely, operation by operation: pass 2, 4, 6.",
+        "Verdict: nothing wrong was found in 6 passes, computed in float16 under autocast to float16.",
+        "Seen: 6 passes, 6 optimizer steps, 0 skipped. Looked at closely, operation by operation: pass 2, 4, 6.",
     ]
     table = seen.table()
     assert list(table.index) == ["", "0", "1", "2", "3"] and set(table.dtype) == {"float16"}
@@ -377,7 +376,7 @@ def test_weights_that_no_gradient_reaches():
 
 def test_autocast_that_has_no_effect_is_told_by_the_dtypes():
     seen = after(3)
-    assert "Modules computed in float32 (autocast: none)" in str(seen)
+    assert "nothing wrong was found in 3 passes, computed in float32 without autocast." in str(seen)
 
 
 def test_says_what_it_did_not_see():
@@ -504,4 +503,4 @@ def test_callbacks_watch_what_others_train(tmp_path, capsys):
     trainer = lightning.Trainer(accelerator="cpu", precision="bf16-mixed", max_steps=3, callbacks=[watching], **quiet)
     trainer.fit(Model(), torch.utils.data.DataLoader(Rows(), batch_size=4))
     assert (watching.seen.passes, watching.seen.steps) == (3, 3)
-    assert capsys.readouterr().out.count("Verdict: nothing wrong was found.") == 2
+    assert capsys.readouterr().out.count("Verdict: nothing wrong was found in 3 passes") == 2
