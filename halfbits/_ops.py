@@ -262,7 +262,7 @@ class Operations(TorchDispatchMode):
         share = percent((steps == 0) & added, added) if total.dim() and total.numel() <= MOST else 0
         if share > 1:
             what = f"cumsum in {short(total.dtype)} stands still in {share:.0f}% of its steps, at {largest(total):,.4g}"
-            self._add("cumsum", likely(what, place(*self.where()), "Add up in float32, or in whole numbers."))
+            self._add("cumsum", certain(what, place(*self.where()), "Add up in float32, or in whole numbers."))
 
     def _absorbed(self, op, first, other, output):
         """A sum or difference in 16 bits that is what it was before, in half of the places or more."""

@@ -17,7 +17,7 @@ class Scaling:
         self.tries, self.skips, self.value = 0, [], math.nan
         self.scaled = self.not_scaled = 0  # backwards since the last step
         self.steps_not_scaled = self.steps_past = self.moved_in_skips = 0
-        self.half_loss, self.rate, self.within = False, None, False
+        self.rate, self.within = None, False
         self.attention, self.culprit = 0, None  # passes to be attentive in; the Origin of skipped steps
 
     def is_on(self):
@@ -28,7 +28,6 @@ class Scaling:
         scale = _scale_of(root.grad_fn)
         self.scaled += scale is not None
         self.not_scaled += scale is None and not _is_scaled_somewhere(root.grad_fn)
-        self.half_loss |= scale is not None and root.dtype == torch.float16
         return scale
 
     def scale_at_step(self):

@@ -53,8 +53,6 @@ def _skipped(seen):
         yield likely(f"the last steps were skipped; {falls}", "", once)
     elif every:
         yield likely(f"{falls}{every}", "", "Something that the run does only then makes inf or NaN: look there.")
-    elif len(seen.scaling.skips) > 5 and len(seen.scaling.skips) > 0.1 * seen.scaling.tries > 5:
-        yield likely(f"many steps are skipped: {falls}", "", "A healthy run loses one step in some hundreds.")
     else:
         what = f"gradients overflowed, as they do until the scale fits; {falls}"
         yield note(what, "", once, "Loss scale falls in the first steps")
@@ -102,13 +100,6 @@ def _scaling(seen):
             "Each starts again with its own scale, and skips steps until that fits. Make one, and save its state_dict."
         )
         yield certain(f"{many} GradScalers were used one after the other, in {seen.scaling.tries} steps", "", cost)
-    if seen.scaling.half_loss and seen.scaling.skips:
-        what = "the loss itself is float16, and is multiplied by the scale"
-        yield likely(what, "", "Past 65,504 that is inf, so the scale cannot rise. Give scaler.scale `loss.float()`.")
-    with_gradients, without = seen.with_gradients.get(True, set()), seen.with_gradients.get(False, set())
-    if without and with_gradients and not without & with_gradients:
-        what = "forwards without gradients run under another autocast than those with gradients"
-        yield note(what, "", "If their numbers are compared, as in a ratio or a target, part of it is the precision.")
     if BF16 in casts and scaled:
         cost = "bf16 has float32's range and needs no scale: it doubles until float32 overflows. Remove the scaler."
         yield likely("bf16 autocast with a GradScaler", "", cost, "Loss scale grows without end in bf16")
@@ -187,12 +178,6 @@ def _on_the_way(look):
         what += f"{scale:,g}"
         cost = "Steps become far too small. Call `scaler.unscale_(optimizer)` before clipping."
         yield certain(what, "", cost, "Loss hardly falls with clipping")
-    elif scale == 1 and ratio > 200 and math.log2(ratio) % 1 < 1e-3:
-        what = f"between backward and step the gradients are divided by {ratio:,.0f}"
-        yield likely(what, "", "By a loss scale that the loss was not multiplied by?")
-    elif at_step > 2 * made / scale:
-        what = f"between backward and step the gradients grow by a factor of {at_step * scale / made:,.3g}"
-        yield note(what)
     if look.turned is not None and float(look.turned) < -0.9:
         yield certain("gradients change their sign between backward and step", "", "The step goes uphill.")
     if after > 0 and at_step / after > 16:

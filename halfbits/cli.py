@@ -5,7 +5,6 @@ Exit status: 0 for an answer, 1 where `explain` does not know the message, 2 for
 
 import argparse
 import json
-import logging
 import math
 import os
 import re
@@ -212,8 +211,6 @@ def _model(options):
 
     from halfbits._models import find_model
 
-    # torch logs what goes wrong on fake tensors; it is said in one sentence.
-    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     named = find_model(options.model)
     reads_tokens = named.loss is not None
     if reads_tokens and options.input:
@@ -258,8 +255,8 @@ def _casts(options):
     except ValueError as error:
         if "asks for values" not in str(error):
             raise
-        said = str(error).removeprefix("fn ")
-        raise ValueError(f"the model {said}. --device cpu runs it on real tensors") from None
+        said = str(error).removeprefix("fn ").replace('device_type="cpu"', "--device cpu")
+        raise ValueError(f"the model {said}") from None
     if options.ops:
         _show(options, traced)
         return

@@ -112,7 +112,6 @@ class watch:
         self.dtypes, self.kept_float32, self.cut, self.missing = {}, set(), set(), None
         # The run.
         self.losses, self.autocast, self.elsewhere, self.unseen = deque(maxlen=256), set(), "", {}
-        self.with_gradients = {}  # what autocast was set to, in forwards with gradients and without
         self.inside, self.phase, self.stepping, self.step_from = [], "loop", [], 0
         self.notes, self.pending, self.arrived, self.before = [], [], [], {}
         self.batch = self.slopes = self.random = self.setting = self.rate = None
@@ -315,7 +314,6 @@ class watch:
         self.setting = {"device_type": kind, "enabled": on, "dtype": torch.get_autocast_dtype(kind)}
         self._look_for_stale_casts()
         self.autocast.add(self.setting["dtype"] if on else None)
-        self.with_gradients.setdefault(training, set()).add(self.setting["dtype"] if on else None)
         others = [each for each in ("cuda", "cpu", "mps", "xpu") if each != kind and torch.is_autocast_enabled(each)]
         self.elsewhere = "" if on else others[0] if others else self.elsewhere
         if self.at_once:

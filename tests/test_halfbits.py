@@ -232,7 +232,7 @@ def test_explain_reads_an_argument_or_a_log(capsys, monkeypatch):
         (["bits", "1e400"], "is too large"),
         (["bits", "1e-400"], "is too small"),
         (["scan", "own_models.py"], "scan reads .safetensors"),
-        (["casts", "own_models:Asks", "--input", "2x8"], "--device cpu runs it on real tensors"),
+        (["casts", "own_models:Asks", "--input", "2x8"], "--device cpu traces it on real tensors"),
         (["memory", "own_models:small", "--input", "8,8"], "'8,8' is no shape"),
         (["memory", "own_models:small", "--input", "2x8", "--optimizer", "adamx"], "unknown optimizer 'adamx'"),
         (["memory", "own_models:broken", "--input", "2x8"], "no such weights"),

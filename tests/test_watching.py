@@ -283,7 +283,7 @@ def in_eight_bits(run, broken):
         (averaged, "a decay by 0.999 leaves numbers in bfloat16 as they were", "certain"),
         (averaged_together, "a decay by 0.999 leaves numbers in bfloat16 as they were", "certain"),
         (positions, "whole numbers up to 999 were cast to bfloat16", "likely"),
-        (running_positions, "cumsum in bfloat16 stands still", "likely"),
+        (running_positions, "cumsum in bfloat16 stands still", "certain"),
         (angles, "sin of bfloat16 up to 1,000, where neighbours are 4 apart", "certain"),
         (chosen, "argmax of rounded numbers (bfloat16) chooses among equal numbers", "likely"),
         (hidden, "mul made inf (float16)", "likely"),

@@ -121,10 +121,12 @@ def main():
     pairs = [(name, what) for name in LOOPS for what in AROUND]
     found = {pair: compared(LOOPS[pair[0]], AROUND[pair[1]]) for pair in progress(pairs)}
     for name in LOOPS:
-        cells = [f"{middle:.2f} ({least:.2f} to {most:.2f})" for middle, least, most, _ in (found[name, w] for w in AROUND)]
-        step = 1e3 * found[name, "watch"][3]
-        lines.append(f"| {name} | {step:,.{0 if step > 10 else 1}f} ms | {' | '.join(cells)} |")
-    note = f"*Whole runs of {STEPS} steps, processor time beside that of bare runs: median and range of {2 * ROUNDS} pairs, on "
+        cells = []
+        for what in AROUND:
+            middle, least, most, step = found[name, what]
+            cells.append(f"{middle:.2f} ({least:.2f} to {most:.2f})")
+        lines.append(f"| {name} | {1e3 * step:,.0f} ms | {' | '.join(cells)} |")
+    note = f"*Processor time of {STEPS} steps beside that of bare runs: the median and the range of {2 * ROUNDS} pairs, on "
     note += f"{torch.get_num_threads()} cores of a CPU, with torch {torch.__version__.partition('+')[0]}.*"
     text = "\n".join([*lines, "", note, ""])
     manual = MANUAL.read_text(encoding="utf-8")

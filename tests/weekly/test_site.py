@@ -131,7 +131,7 @@ def test_a_message_pasted_on_a_phone_leads_to_its_case_and_another_to_its_page(s
     page.get_by_text("notebook 14a, mat1 and mat2 must have the same dtype").click()
     page.wait_for_url("**/14a_stops_with_an_error.html#mat1-and-mat2-must-have-the-same-dtype")
     page.goto(f"file://{site}/notebooks/14_troubleshooting_clinic.html#paste-the-message")
-    field.fill("ValueError: Attempting to unscale FP16 gradients. expected scalar type Float but found Double")
+    field.fill("ValueError: Attempting to unscale FP16 gradients. expected scalar type Float but found Half")
     page.get_by_text("also: expected scalar type Float but found Half").click()
     page.wait_for_url("**/errors/expected-scalar-type-float-but-found-half.html")
     page.get_by_role("link", name="Paste another message").click()
