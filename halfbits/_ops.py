@@ -74,6 +74,7 @@ class Operations(TorchDispatchMode):
         self.loss_only = loss_only
         self.boundary, self.where = boundary, where  # `where()` is (phase, module)
         self.active, self.made, self.findings, self.eights, self.zero = True, [], {}, {}, ""
+        self.log_probabilities = set()  # storages of what log_softmax gave in 16 bits
         self.made_here = set()  # storages; what is not among them is older than this look
 
     @classmethod
@@ -128,6 +129,17 @@ class Operations(TorchDispatchMode):
             self._not_finite(op, func, args, kwargs, outputs)
         if op in ("topk", "argmax", "argmin"):
             self._ties(op, args, output)
+        elif op in ("bucketize", "searchsorted") and any(each.dtype in SIXTEEN for each in tensors_in(args)):
+            what = f"{op} looks up numbers in 16 bits: those near a boundary fall on its other side"
+            self._add("buckets", likely(what, place(*self.where()), "Look them up in float32, before any cast."))
+        elif op == "_log_softmax" and output.dtype in SIXTEEN:
+            self.log_probabilities.add(_storage_of(output))
+        elif op == "gather" and outputs and _storage_of(args[0]) in self.log_probabilities:
+            size = largest(outputs[0])
+            what = f"log-probabilities are {short(output.dtype)}, up to {size:,.3g} in size, where neighbours are "
+            what += f"{spacing(size, output.dtype):.2g} apart" if math.isfinite(size) else "far apart"
+            cost = "Ratios, and sums over tokens, are off by as much. Take log_softmax of `logits.float()`."
+            self._add("probabilities", likely(what, place(*self.where()), cost))
         elif op in ("sin", "cos") and args[0].dtype in SIXTEEN:
             self._angles(op, args[0])
         elif op == "cumsum" and output.dtype in SIXTEEN:

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from halfbits._tensors import groups_of, is_on
+from halfbits._tensors import bad_kind, groups_of, is_on
 
 ATTENTION = 64  # passes in which every node of the backward is looked at, after steps that were skipped
 
@@ -18,6 +18,7 @@ class Scaling:
         self.scaled = self.not_scaled = 0  # backwards since the last step
         self.steps_not_scaled = self.steps_past = self.moved_in_skips = 0
         self.rate, self.within = None, False
+        self.by_hand, self.left_over = 1.0, False
         self.attention, self.culprit = 0, None  # passes to be attentive in; the Origin of skipped steps
 
     def is_on(self):
@@ -28,7 +29,14 @@ class Scaling:
         scale = _scale_of(root.grad_fn)
         self.scaled += scale is not None
         self.not_scaled += scale is None and not _is_scaled_somewhere(root.grad_fn)
+        if scale is None:
+            self.by_hand = max(self.by_hand, _factor_of(root.grad_fn))
         return scale
+
+    def look_at_left_over(self, gradients):
+        """After a skipped step: whether its bad gradients are still there, for the next backward to add to them."""
+        if self.skips and self.skips[-1] == self.tries and bad_kind(gradients):
+            self.left_over = True
 
     def scale_at_step(self):
         """What gradients are multiplied by at a step: 1 without a scaler, NaN if that is not known."""
@@ -103,6 +111,15 @@ def _scale_of(node):
         if node is None:
             return None
     return None
+
+
+def _factor_of(node):
+    """The power of two, 64 or more, that a loss was multiplied by in Python; 1 if it was not."""
+    other = getattr(node, "_saved_other", None) if node.name() == "MulBackward0" else None
+    if other is None or other.numel() != 1 or other.is_cuda or other.requires_grad:
+        return 1.0
+    factor = float(other)
+    return factor if factor >= 64 and math.log2(factor) % 1 == 0 else 1.0
 
 
 def _is_scaled_somewhere(node, most=50):

@@ -75,9 +75,12 @@ def local(tensor):
 
 def has_numbers(tensor):
     """Whether its numbers can be read: not those of lazy, meta, fake, sparse, nested, complex or vmapped tensors."""
-    if not isinstance(tensor, torch.Tensor) or type(tensor) not in ORDINARY:
-        return False
-    if tensor.dtype not in FLOATS or tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
+    return is_dense(tensor) and tensor.dtype in FLOATS
+
+
+def is_dense(tensor):
+    """The same for numbers of any kind, whole ones too."""
+    if type(tensor) not in ORDINARY or tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
         return False
     return tensor.numel() > 0 and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 

@@ -105,7 +105,13 @@ def _scaling(seen):
         yield likely("bf16 autocast with a GradScaler", "", cost, "Loss scale grows without end in bf16")
     rows = seen.history()
     zero = rows[rows.what == "% 0 in fp16"].value.max() if len(rows) else 0
-    if FP16 in casts and not scaled and seen.passes and seen.steps and not seen.scaling.is_on():
+    if seen.scaling.left_over:
+        what = "the gradients of a skipped step are still there at the next backward, which adds to them"
+        yield certain(what, "", "They are not finite, and stay so. Call zero_grad after each step, skipped or not.")
+    if seen.scaling.by_hand > 1 and FP16 in casts and not scaled:
+        cost = "An inf skips no step, and the scale does not adapt: a GradScaler does both."
+        yield note(f"the loop multiplies its loss by {seen.scaling.by_hand:,g} itself", "", cost)
+    elif FP16 in casts and not scaled and seen.passes and seen.steps and not seen.scaling.is_on():
         cost = "Small gradients become 0 in the backward. Add a GradScaler, or use bf16."
         cost = f"In one layer fp16 makes 0 of {zero:.0f}% of the gradients. {cost}" if zero > 1 else cost
         yield likely("fp16 autocast without a GradScaler", "", cost)
@@ -197,10 +203,12 @@ def _updates(seen):
     modules = {module_of(name) for name, weight in seen.trained.items() if weight.dtype in SIXTEEN}
     lost = rows[(rows.what == "% updates lost") & rows.module.isin(modules)].groupby("module").value.max()
     lost = lost[lost > 10]
+    own = any(not type(one).__module__.startswith("torch.") and one.state for one in seen.optimizers)
     if len(lost) and not who_keeps_masters(low, seen.optimizers):
         what = f"updates that rounding takes away: up to {lost.max():.0f}%"
         cost = "The weights are in 16 bits, and have no FP32 masters. Load or cast what trains as FP32."
-        yield certain(what, [*lost.index], cost, "Weights do not change in 16 bits")
+        cost += " Or does this optimizer make up for it, as by a compensated sum?" if own else ""
+        yield (note if own else certain)(what, [*lost.index], cost, "Weights do not change in 16 bits")
 
 
 def _operations(seen):

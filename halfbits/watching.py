@@ -45,7 +45,7 @@ from halfbits._verdicts import case_of, certain_so_far, growth, verdicts, what_w
 from halfbits.auditing import check_given
 from halfbits.report import Report, some
 
-LOOKS = 128  # that are kept; beyond, every second one goes
+LOOKS = 32  # that are kept; beyond, every second one goes
 SIZES = "output", "gradient", "weight gradient"
 FAST_PATH = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
 CAST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -338,7 +338,7 @@ class watch:
             if each.grad_fn is not None and training:
                 each.grad_fn.register_prehook(self._incoming_hook(each.output_nr))
         if training and self.look and not self.look.loss_only:
-            self.look.root(outputs)
+            self.look.root(outputs, tensors_in((args, kwargs)))
         if len(self.notes) > 100_000:  # forward passes without a backward pass
             self.notes = []
 
@@ -418,6 +418,8 @@ class watch:
         if root.grad_fn is None or not readable([root]) or root.numel() != 1:
             return
         scale = self.scaling.before_backward(root)
+        if self.at_once:
+            self.scaling.look_at_left_over([each.grad for each in self.trained.values() if each.grad is not None])
         loss = root.detach().float().reshape(())
         loss = loss if scale is None else loss / scale.to(loss.device)
         self.notes.append(("loss", "", torch.stack([loss, loss])))
