@@ -131,6 +131,7 @@ class Run:
         self.model, self.mine, self.dtype = network(), scaler(init_scale=1024.0), dtype
         self.optimizer = sgd(self.model, lr=1e-4)
         self.mine.scale(torch.ones(()))  # it is made ready
+        self.steps, self.kept = 0, []
 
     def loss(self):
         self.optimizer.zero_grad()
@@ -211,9 +212,9 @@ def averaged(run, broken):
     """An average of the weights, in 16 bits, in place."""
     not_scaled(run, False)
     kept = getattr(
-        run, "kept", [weight.detach().to(BF16 if broken else torch.float32) for weight in run.model.parameters()]
+        run, "average", [weight.detach().to(BF16 if broken else torch.float32) for weight in run.model.parameters()]
     )
-    run.kept = kept
+    run.average = kept
     with torch.no_grad():
         for average, weight in zip(kept, run.model.parameters()):
             average.mul_(0.999).add_(weight.to(average.dtype), alpha=0.001)
@@ -223,9 +224,9 @@ def averaged_together(run, broken):
     """The same with one call for all."""
     not_scaled(run, False)
     kept = getattr(
-        run, "kept", [weight.detach().to(BF16 if broken else torch.float32) for weight in run.model.parameters()]
+        run, "average", [weight.detach().to(BF16 if broken else torch.float32) for weight in run.model.parameters()]
     )
-    run.kept = kept
+    run.average = kept
     torch._foreach_mul_(kept, 0.999)
 
 
@@ -269,6 +270,50 @@ def in_eight_bits(run, broken):
     values.to(torch.float8_e4m3fn)
 
 
+def left_over(run, broken):
+    """Gradients are cleared only after a step that was taken."""
+    with torch.autocast("cpu", run.dtype):
+        loss = squares(run.model(torch.rand(4, 8)))
+    run.mine.scale(loss * (1e30 if run.steps == 1 else 1)).backward()
+    run.steps += 1
+    before = run.mine.get_scale()
+    run.step()
+    if not (broken and run.mine.get_scale() < before):
+        run.optimizer.zero_grad()
+
+
+def several_scalers(run, broken):
+    if broken:
+        run.mine = scaler(init_scale=1024.0)
+        run.kept.append(run.mine)
+    run.scaled()
+    run.step()
+
+
+def replaced(run, broken):
+    not_scaled(run, False)
+    if broken:
+        run.model[0].weight = nn.Parameter(run.model[0].weight.detach().clone())
+
+
+def absorbed(run, broken):
+    """Rewards whose penalties are rounded away."""
+    not_scaled(run, False)
+    dtype = BF16 if broken else torch.float32
+    torch.full((16,), 4.0, dtype=dtype) - torch.full((16,), 1e-3, dtype=dtype)
+
+
+def looked_up(run, broken):
+    not_scaled(run, False)
+    torch.bucketize(torch.rand(16).to(BF16 if broken else torch.float32), torch.linspace(0, 1, 5))
+
+
+def probabilities(run, broken):
+    not_scaled(run, False)
+    logits = torch.randn(16, 50).to(BF16 if broken else torch.float32)
+    logits.log_softmax(-1).gather(1, torch.zeros(16, 1, dtype=torch.long))
+
+
 @pytest.mark.parametrize(
     "step, words, severity",
     [
@@ -289,6 +334,12 @@ def in_eight_bits(run, broken):
         (hidden, "mul made inf (float16)", "likely"),
         (offset, "the model's output is float16 up to 30", "likely"),
         (in_eight_bits, "a cast to FP8 makes 0 of", "likely"),
+        (left_over, "the gradients of a skipped step are still there", "certain"),
+        (several_scalers, "GradScalers were used one after the other", "certain"),
+        (replaced, "the optimizer holds tensors that are no weights any more", "certain"),
+        (absorbed, "sub in bfloat16 changes nothing in 100% of the places", "likely"),
+        (looked_up, "bucketize looks up numbers in 16 bits", "likely"),
+        (probabilities, "log-probabilities are bfloat16", "likely"),
     ],
 )
 def test_a_broken_run_and_its_sound_twin(step, words, severity):
@@ -320,6 +371,59 @@ def test_skipped_steps_are_routine_unless_no_scale_ends_them(broken):
         model = network()
         with watch(model, save=None, patience=5):
             train(model, sgd(model), scaler(), [1.0] * 9, FP16, lambda output: root(output.float()).sum())
+
+
+def test_a_region_of_autocast_around_all_steps():
+    for around, broken in ((True, True), (False, False)):
+        model = network()
+        optimizer = sgd(model)
+        with watch(model, optimizer, save=None) as seen, torch.autocast("cpu", BF16, enabled=around):
+            for _ in range(3):
+                with torch.autocast("cpu", BF16, enabled=not around) if not around else torch.enable_grad():
+                    loss = squares(model(torch.rand(4, 8)))
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert seen.findings.what.str.contains("one region of autocast spans steps").any() == broken, seen
+
+
+def test_autocast_that_ends_before_the_model_is_called():
+    model = network()
+    optimizer = sgd(model)
+    with watch(model, optimizer, save=None) as seen:
+        for _ in range(3):
+            with torch.autocast("cpu", BF16):
+                x = torch.rand(4, 8)
+            squares(model(x)).backward()
+            optimizer.step()
+    found(seen, "autocast is entered, and no forward of the model runs in it", "likely")
+
+
+def test_gradients_that_are_applied_unchecked():
+    model, mine = network(), scaler(init_scale=2.0**40)
+    with pytest.raises(NonFinite, match="were applied all the same, unchecked"), watch(model, save=None):
+        for _ in range(2):
+            with torch.autocast("cpu", FP16):
+                loss = squares(model(torch.rand(4, 8)))
+            mine.scale(loss).backward()
+            with torch.no_grad():
+                for weight in model.parameters():
+                    weight -= 0.1 * weight.grad
+
+
+def test_a_loop_that_scales_its_loss_itself_is_not_accused():
+    model = network()
+    optimizer = sgd(model)
+    with watch(model, optimizer, save=None) as seen:
+        for _ in range(3):
+            with torch.autocast("cpu", FP16):
+                loss = squares(model(torch.rand(4, 8)))
+            (loss * 1024.0).backward()
+            for weight in model.parameters():
+                weight.grad /= 1024
+            optimizer.step()
+            optimizer.zero_grad()
+    assert found(seen, "the loop multiplies its loss by 1,024 itself", "note") is not None and not worst(seen.report)
 
 
 def test_a_schedule_that_goes_on_while_steps_are_skipped():
