@@ -3,7 +3,7 @@
 import math
 import re
 
-from halfbits._tensors import BF16, FP16, SIXTEEN, fewer_names, held_by, module_of, short
+from halfbits._tensors import BF16, FP16, SIXTEEN, fewer_names, held_by, module_of, readable, sample, short
 from halfbits.auditing import spoilt_buffers, states_of, who_keeps_masters
 from halfbits.report import certain, likely, note, some
 
@@ -125,7 +125,12 @@ def _scaling(seen):
 
 
 def _gradients(seen):
-    """Weights that no gradient reaches, and gradients that change on their way to the step."""
+    """Weights that no gradient reaches or no optimizer moves, and gradients that change on their way to the step."""
+    ids = set(map(id, held_by(seen.optimizers)))
+    lacking = [name for look in seen.looks[-1:] for name in look.gradients if id(seen.trained.get(name)) not in ids]
+    if lacking and seen.steps and len(lacking) < len(seen.trained):
+        cost = "They have a gradient. Give them to the optimizer, or set requires_grad to False."
+        yield likely("weights that no optimizer holds", fewer_names(seen.plain, lacking), cost)
     missing = sorted(seen.missing or ())
     if missing and seen.steps:
         cut = sorted(seen.cut & set(map(module_of, missing)))
@@ -207,8 +212,20 @@ def _updates(seen):
     if len(lost) and not who_keeps_masters(low, seen.optimizers):
         what = f"updates that rounding takes away: up to {lost.max():.0f}%"
         cost = "The weights are in 16 bits, and have no FP32 masters. Load or cast what trains as FP32."
-        cost += " Or does this optimizer make up for it, as by a compensated sum?" if own else ""
-        yield (note if own else certain)(what, [*lost.index], cost, "Weights do not change in 16 bits")
+        stands = _stand_still(seen, low)
+        if own and stands < 30:  # it makes up for what is lost in one step, as by a compensated sum
+            yield note(what, [*lost.index], "Over many steps they move: this optimizer makes up for it.")
+        else:
+            cost = f"{stands:.0f}% of them are as at the first look. {cost}" if stands > 30 else cost
+            yield certain(what, [*lost.index], cost, "Weights do not change in 16 bits")
+
+
+def _stand_still(seen, low):
+    """The percentage of the numbers of weights in 16 bits that are what they were at the first look."""
+    first = {name: old for name, old in seen.first_numbers.items() if id(seen.trained.get(name)) in set(map(id, low))}
+    pairs = [(old, sample(each)) for name, old in first.items() for each in readable([seen.trained[name]])]
+    same = [(old == now).float().mean().item() for old, now in pairs if old.shape == now.shape]
+    return 100 * sum(same) / max(1, len(same))
 
 
 def _operations(seen):
@@ -257,10 +274,12 @@ def what_was_seen(seen, is_bad):
     dtypes = " and ".join(sorted({short(dtype) for dtype in seen.dtypes.values()}))
     casts = sorted(f"under autocast to {short(dtype)}" if dtype else "without autocast" for dtype in seen.autocast)
     computed = f", computed in {dtypes} {' and '.join(casts)}" if dtypes and casts else ""
-    looked_at = f" in {seen.passes:,} passes{computed}" if seen.passes else computed
-    passes = f"{seen.passes:,} passes, {seen.steps:,} optimizer steps"
+    passes = f"{seen.passes:,} pass{'' if seen.passes == 1 else 'es'}"
+    looked_at = f" in {passes}{computed}" if seen.passes else computed
+    passes += f", {seen.steps:,} optimizer step{'' if seen.steps == 1 else 's'}"
     passes += f", {seen.skipped:,} skipped" if seen.scaling.tries else ""
-    passes += f", {seen.evaluations:,} forwards without gradients" if seen.evaluations else ""
+    forwards = "forward" if seen.evaluations == 1 else "forwards"
+    passes += f", {seen.evaluations:,} {forwards} without gradients" if seen.evaluations else ""
     words = [f"Seen: {passes}{computed if is_bad else ''}."]
     numbers = [look.number for look in seen.looks if look.norm is not None]
     if numbers:

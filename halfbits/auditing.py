@@ -192,8 +192,8 @@ def _training(model, optimizers, scaler):
         else:
             yield note("the optimizer holds none of this model's weights, but others")
     elif held and missing:
-        cost = "Only another optimizer moves them."
-        yield likely("trainable weights that the optimizer lacks", fewer_names(model, missing), cost)
+        cost = "They stand still unless another optimizer has them."
+        yield note("trainable weights that the optimizer lacks", fewer_names(model, missing), cost)
     adapter = re.compile("lora|adapter|ia3|prefix|prompt", re.IGNORECASE)
     adapters = [name for name in weights if adapter.search(name)]
     if adapters and not set(adapters) & set(trained):
@@ -278,7 +278,7 @@ def spoilt_buffers(model):
 def _switches(model, optimizers, scaler):
     """Autocast around this call; on CUDA, TF32 by the old switches and the new, units and sizes."""
     device, matmul = device_of(model), torch.backends.cuda.matmul
-    if torch.is_autocast_enabled(device.type):
+    if device.type != "meta" and torch.is_autocast_enabled(device.type):
         cost = "A region that spans steps keeps its cast copies of the weights: forward does not see their changes."
         yield likely("autocast is on around this call", "", cost, "Loss stays the same in every step")
     if device.type != "cuda":

@@ -116,6 +116,7 @@ class watch:
         self.notes, self.pending, self.arrived, self.before = [], [], [], {}
         self.batch = self.slopes = self.random = self.setting = self.rate = None
         self.stepped_in_backward, self.taken, self.bad_gradients, self.sees_forward = False, 0, 0, False
+        self.first_numbers = {}  # samples of the weights at the first look
         self.regions = self.all_zero = 0  # of autocast that were entered; looks in which all gradients were 0
         self.probe, self.stale = None, False  # what autocast has cast before a step, and serves after it
 
@@ -531,6 +532,7 @@ class watch:
         self.scaling.passed_by(optimizer)
         if look:
             look.before_step(self.trained)
+            self.first_numbers = self.first_numbers or {name: old for name, _, old in look.weights}
             look.at_step = self._norm_of_gradients()
             if getattr(optimizer, "grad_scale", None) is not None:  # a fused step divides by itself
                 look.at_step = look.at_step / optimizer.grad_scale.to(look.at_step.device)

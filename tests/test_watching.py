@@ -453,6 +453,43 @@ def test_what_does_not_go_together(options, words, severity):
     found(after(**options), words, severity)
 
 
+def test_weights_that_no_optimizer_holds():
+    model = network()
+    for held, broken in ((model[0], True), (model, False)):
+        optimizer = sgd(held)
+        with watch(model, optimizer, save=None) as seen:
+            train(model, optimizer, None, [1.0] * 4)
+        assert seen.findings.what.str.contains("weights that no optimizer holds").any() == broken, seen
+
+
+class Compensated(torch.optim.Optimizer):
+    """SGD that adds what rounding took to the next step, if it is asked to."""
+
+    def __init__(self, weights, compensates):
+        super().__init__(weights, {"lr": 1e-3})
+        self.compensates = compensates
+
+    @torch.no_grad()
+    def step(self):
+        for weight in self.param_groups[0]["params"]:
+            kept = self.state[weight].setdefault("kept", torch.zeros_like(weight, dtype=torch.float32))
+            wanted = weight.float() + kept * self.compensates - 1e-3 * weight.grad.float()
+            weight.copy_(wanted)
+            kept.copy_(wanted - weight.float())
+
+
+def test_an_optimizer_that_makes_up_for_rounding_is_not_accused():
+    for compensates in (False, True):
+        model = network().bfloat16()
+        optimizer = Compensated(model.parameters(), compensates)
+        with watch(model, optimizer, save=None) as seen:
+            for _ in range(110):
+                optimizer.zero_grad()
+                squares(model(torch.rand(4, 8).bfloat16()) - 1).backward()
+                optimizer.step()
+        found(seen, "updates that rounding takes away", "note" if compensates else "certain")
+
+
 class Cut(nn.Module):
     def __init__(self, how):
         super().__init__()
