@@ -65,8 +65,8 @@ class watch:
 
     It leaves the run as it is. Nothing is attached to model, optimizer or scaler; an error of its own ends a part of
     the looking and not the run, and is told by `print`. While it is on, hooks for all modules and optimizers hang in
-    PyTorch, and `torch.autograd.backward`, `torch.compile` and `GradScaler.step` are wrapped. What is compiled is seen
-    from outside only: its losses, gradients and updates.
+    PyTorch, and `torch.autograd.backward`, `torch.compile`, `GradScaler.step` and the entry of autocast's regions are
+    wrapped. What is compiled is seen from outside; a bad pass of it is done again uncompiled.
 
     Parameters
     ----------
@@ -498,9 +498,8 @@ class watch:
             words = f"{place('forward', where)} or since the module before"
             self._stop(Origin("forward", where, "", words), number, intact)
         if any(not math.isfinite(loss) for loss in losses) and not self.scaling.scaled:
-            self._stop(
-                Origin("loss", "", "", f"{place('loss', '')}: all that the model put out is finite"), number, intact
-            )
+            words = f"{place('loss', '')}: all that the model put out is finite"
+            self._stop(Origin("loss", "", "", words), number, intact)
         bad = [name for kind, name, *value in notes if kind == "gradient" and kind_of(*value)]
         if bad and intact:  # perhaps only the squares in a norm are not
             bad = [name for name in bad if bad_kind([self.trained[name].grad])]
