@@ -19,7 +19,7 @@ class Look:
         self.gradients, self.weights = {}, []
         # The norm of all gradients after the backward, before the step and after it; a cosine between the first two.
         self.norm = self.at_step = self.after = self.turned = None
-        self.scale, self.opened = 1.0, False
+        self.scale, self.opened, self.paused = 1.0, False, False
         self.operations = Operations(boundary, where, loss_only)
         self.sees_operations = False
 
@@ -29,9 +29,19 @@ class Look:
             self.operations.__enter__()
             self.sees_operations = self.opened = True
 
+    def pause(self):
+        """Leave it for a step in float32, of which no operation is looked at, and which has many."""
+        self.paused = self.close()
+        self.operations.active = not self.paused
+
+    def resume(self):
+        if self.paused:
+            self.paused, self.operations.active = False, True
+            self.open()
+
     def close(self):
         """Leave it; if a mode of the run lies upon it, it stays there until then, and looks at nothing."""
-        self.operations.active = False
+        self.operations.active = self.paused = False
         if self.sees_operations and _get_current_dispatch_mode() is self.operations:
             self.operations.__exit__(None, None, None)
             self.sees_operations = False

@@ -529,6 +529,8 @@ class watch:
         if torch.is_autocast_enabled(self.device.type) and torch.is_autocast_cache_enabled() and not self.stale:
             self._put_in_autocast_s_cache()
         self.scaling.passed_by(optimizer)
+        if self.look and self.look.sees_operations and not _is_in_16_bits(optimizer):
+            self.look.pause()
         if look:
             look.before_step(self.trained)
             self.first_numbers = self.first_numbers or {name: old for name, _, old in look.weights}
@@ -561,6 +563,8 @@ class watch:
         if id(optimizer) in self.stepping:
             return
         self.phase = "backward" if self.slopes else "loop"
+        if self.look:
+            self.look.resume()
         self.stepped_in_backward = bool(self.slopes)
         self.steps += 1
         self.scaling.not_scaled = self.scaling.not_scaled if self.scaling.within else 0
@@ -643,6 +647,12 @@ def _in_transform():
 
 def _version_of(gradient):
     return None if gradient is None else (id(gradient), gradient._version)
+
+
+def _is_in_16_bits(optimizer):
+    """Whether any of what it moves, or keeps, is."""
+    kept = tensors_in([*optimizer.state.values()])
+    return any(each.dtype in SIXTEEN for each in [*held_by([optimizer]), *kept])
 
 
 def _headroom(size):

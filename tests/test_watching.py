@@ -12,6 +12,12 @@ from halfbits import NonFinite, watch
 from tests.small_runs import BF16, FP16, Op, after, found, large, network, scaler, sgd, squares, stopped, train, worst
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_compiled():
+    """Where anything is, as by another test, operations are not looked at."""
+    torch.compiler.reset()
+
+
 def test_a_sound_run_is_told_as_one():
     model, mine = network(nn.Dropout()), scaler()
     optimizer = sgd(model, momentum=0.9)
