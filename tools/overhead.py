@@ -24,7 +24,7 @@ from helpers.measure import progress
 MANUAL = Path(__file__).resolve().parent.parent / "docs" / "halfbits.md"
 BEGIN = "<!-- overhead table: python -m tools.overhead -->\n"
 END = "<!-- end of the overhead table -->"
-STEPS, ROUNDS = 100, 3
+STEPS, ROUNDS = 100, 2
 STEPS_OF_OTHERS = 25  # each of their steps costs the same, and detect_anomaly's several times as much
 
 
