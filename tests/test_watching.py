@@ -73,6 +73,11 @@ def test_the_first_number_that_is_not_finite_is_placed(options, phase, module, w
     assert str(error).rstrip(".") in str(seen)
 
 
+def test_an_overflow_in_the_loss_leads_to_its_case():
+    error, _ = stopped(network(), loss=half_a_square)
+    assert error.case == "Loss is inf but every output is finite", error
+
+
 def test_weights_that_a_step_has_spoilt_are_told():
     model = network().half()
     optimizer = torch.optim.Adam(model.parameters())
@@ -372,7 +377,7 @@ def test_skipped_steps_are_routine_unless_no_scale_ends_them(broken):
         row = found(seen, "that of sqrt made", "certain")
         assert "8 of 8 steps were skipped" in row.what and row.case == "Loss scale falls in every step"
     else:
-        assert found(seen, "gradients overflowed, as they do until the scale fits", "note") is not None
+        found(seen, "gradients overflowed, as they do until the scale fits", "note")
     with pytest.raises(NonFinite, match="6 optimizer steps in a row were skipped"):
         model = network()
         with watch(model, save=None, patience=5):
@@ -429,7 +434,8 @@ def test_a_loop_that_scales_its_loss_itself_is_not_accused():
                 weight.grad /= 1024
             optimizer.step()
             optimizer.zero_grad()
-    assert found(seen, "the loop multiplies its loss by 1,024 itself", "note") is not None and not worst(seen.report)
+    found(seen, "the loop multiplies its loss by 1,024 itself", "note")
+    assert not worst(seen.report)
 
 
 def test_a_schedule_that_goes_on_while_steps_are_skipped():
