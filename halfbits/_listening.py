@@ -124,6 +124,7 @@ class Hub:
     def _unregister(self):
         for hook in self.module_hooks:
             hook.remove()
+            modules._global_forward_hooks_with_kwargs.pop(hook.id, None)  # which PyTorch 2.15 leaves there
         self.module_hooks = []
 
     @contextmanager
@@ -174,6 +175,7 @@ class Hub:
     def _enter(self, module, args):
         if not torch.compiler.is_compiling():
             for watch in self.watches:
+                watch.region_is_used |= any(map(torch.is_autocast_enabled, watch.regions))
                 if watch.cares_for(module):
                     watch.boundary.call("modules", watch.enter, module)
 
@@ -216,10 +218,11 @@ class Hub:
         return result
 
     def _region(self, original, region):
+        result = original(region)
         if getattr(region, "_enabled", False):
             for watch in self.watches:
-                watch.regions += 1
-        return original(region)
+                watch.boundary.call("autocast", watch.enter_region, region.device)
+        return result
 
     def _compile(self, original, *args, **kwargs):
         part = getattr(args[0], "__self__", None) if args else None  # of `module.compile()`

@@ -17,7 +17,9 @@ from halfbits._tensors import (
     has_numbers,
     is_finite,
     largest,
+    nodes_from,
     readable,
+    saved,
     short,
     spacing,
     tensors_in,
@@ -129,9 +131,6 @@ class Operations(TorchDispatchMode):
             self._not_finite(op, func, args, kwargs, outputs)
         if op in ("topk", "argmax", "argmin"):
             self._ties(op, args, output)
-        elif op in ("bucketize", "searchsorted") and any(each.dtype in SIXTEEN for each in tensors_in(args)):
-            what = f"{op} looks up numbers in 16 bits: those near a boundary fall on its other side"
-            self._add("buckets", likely(what, place(*self.where()), "Look them up in float32, before any cast."))
         elif op == "_log_softmax" and output.dtype in SIXTEEN:
             self.log_probabilities.add(_storage_of(output))
         elif op == "gather" and outputs and _storage_of(args[0]) in self.log_probabilities:
@@ -146,8 +145,6 @@ class Operations(TorchDispatchMode):
             self._running_sum(args[0], output, args[1])
         elif phase == "backward" and outputs:
             self._becomes_zero(op, args, outputs)
-        elif op in ("add", "sub") and phase == "loop" and not self._is_older(args[0], output):
-            self._absorbed(op, args[0], args[1], output)
         elif op in ("add", "mul") and phase == "loop" and self._is_older(args[0], output):
             self._sums_and_decays(op, args[0].detach(), args, kwargs, output.detach())
 
@@ -275,21 +272,6 @@ class Operations(TorchDispatchMode):
         if share > 1:
             what = f"cumsum in {short(total.dtype)} stands still in {share:.0f}% of its steps, at {largest(total):,.4g}"
             self._add("cumsum", certain(what, place(*self.where()), "Add up in float32, or in whole numbers."))
-
-    def _absorbed(self, op, first, other, output):
-        """A sum or difference in 16 bits that is what it was before, in half of the places or more."""
-        if not has_numbers(first) or not has_numbers(other) or output.dtype not in SIXTEEN or other.numel() < 2:
-            return
-        if first.shape != output.shape or output.numel() > MOST:
-            return
-        asked = (other.detach() != 0) & (first.detach() != 0) & output.detach().isfinite()
-        share = percent((output.detach() == first.detach()) & asked, asked)
-        if share >= 50:
-            what = f"{op} in {short(output.dtype)} changes nothing in {share:.0f}% of the places"
-            what += f": {largest(first):,.4g} and {largest(other):,.3g}"
-            self._add(
-                "absorbed", likely(what, place(*self.where()), "The smaller number is rounded away. Use float32.")
-            )
 
     def _sums_and_decays(self, op, before, args, kwargs, after):
         """A running sum or average in 16 bits that takes nothing up any more, or that no decay changes."""
@@ -463,7 +445,7 @@ def _saved_by(node):
     for name in dir(node):
         if not name.startswith("_saved_"):
             continue
-        for tensor in readable(tensors_in(getattr(node, name))):
+        for tensor in readable(tensors_in(saved(node, name))):
             what = f"its {name.removeprefix('_saved_').replace('self', 'operand')} ({short(tensor.dtype)}) is"
             numbers = [math.inf, -math.inf, *([0.0] if POLES.search(op) else []), *([-1.0] if op == "log1p" else [])]
             for number in numbers:
@@ -476,18 +458,11 @@ def _saved_by(node):
 
 def loss_origin(root, ends):
     """Which operation between the model's outputs and a loss made it not finite, by what the nodes of autograd kept."""
-    order, waiting, known = [], [root], {root}
-    while waiting and len(order) < 200:
-        node = waiting.pop(0)
-        order.append(node)
-        for after, _ in node.next_functions:
-            if after is not None and after not in known and not ends(after):
-                known.add(after)
-                waiting.append(after)
+    order = list(nodes_from(root, 200, ends))
     for node in reversed(order):
         op, below = _op_of(node), node.next_functions
         for place_of, name in enumerate(("_saved_self", "_saved_other")):
-            kept = readable(tensors_in(getattr(node, name, None)))
+            kept = readable(tensors_in(saved(node, name)))
             maker = below[place_of][0] if place_of < len(below) else None
             if bad_kind(kept) in ("nan", "inf") and maker is not None:
                 dtype = short(kept[0].dtype)
@@ -504,7 +479,7 @@ def loss_origin(root, ends):
 
 def _kept_by(node):
     names = [name for name in dir(node) if name in ("_saved_self", "_saved_other")]
-    return readable(tensors_in([getattr(node, name) for name in names]))
+    return readable(tensors_in([saved(node, name) for name in names]))
 
 
 def _done_again(node, op):

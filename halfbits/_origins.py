@@ -79,14 +79,13 @@ def _again(seen, gradients=()):
     operations, culprit = Operations(seen.boundary, seen.where), None
     phase, busy = seen.phase, seen.boundary.busy
     seen.phase, seen.inside, seen.boundary.busy = "forward", [], 0
-    gpus = [seen.device] if seen.device.type in ("cuda", "xpu") else []
     try:
         with ExitStack() as around:
             around.enter_context(HUB.replay())
-            around.enter_context(torch.random.fork_rng(gpus, device_type=seen.device.type))
+            around.enter_context(torch.random.fork_rng(seen.gpus, device_type=seen.device.type))
             around.enter_context(torch.set_grad_enabled(bool(gradients)))
             torch.set_rng_state(random[0])
-            for device, state in zip(gpus, random[1:]):
+            for device, state in zip(seen.gpus, random[1:]):
                 torch.get_device_module(device).set_rng_state(state, device)
             with operations, torch.autocast(**setting, cache_enabled=False):
                 outputs = tensors_in(plain(seen.plain).get_submodule(name)(*args, **kwargs))

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from halfbits._tensors import bad_kind, groups_of, is_on
+from halfbits._tensors import bad_kind, groups_of, is_on, nodes_from, saved
 
 ATTENTION = 64  # passes in which every node of the backward is looked at, after steps that were skipped
 
@@ -101,7 +101,7 @@ def rate_of(optimizer):
 def _scale_of(node):
     """The power of two that a loss was multiplied by at last, as a GradScaler does it; None if it was not."""
     for _ in range(4):
-        other = getattr(node, "_saved_other", None) if node.name() == "MulBackward0" else None
+        other = saved(node, "_saved_other") if node.name() == "MulBackward0" else None
         if other is not None and other.numel() == 1 and other.dtype == torch.float32 and not other.requires_grad:
             power = other.is_cuda or math.log2(max(1.0, float(other))) % 1 == 0
             return other.detach() if power else None
@@ -115,7 +115,7 @@ def _scale_of(node):
 
 def _factor_of(node):
     """The power of two, 64 or more, that a loss was multiplied by in Python; 1 if it was not."""
-    other = getattr(node, "_saved_other", None) if node.name() == "MulBackward0" else None
+    other = saved(node, "_saved_other") if node.name() == "MulBackward0" else None
     if other is None or other.numel() != 1 or other.is_cuda or other.requires_grad:
         return 1.0
     factor = float(other)
@@ -124,12 +124,4 @@ def _factor_of(node):
 
 def _is_scaled_somewhere(node, most=50):
     """Whether a part of a loss may have been multiplied by a scale, or is compiled, where that cannot be seen."""
-    waiting, known = [node], {node}
-    while waiting and len(known) < most:
-        node = waiting.pop(0)
-        if "Compiled" in node.name() or _scale_of(node) is not None:
-            return True
-        below = [each for each, _ in node.next_functions if each is not None and each not in known]
-        known.update(below)
-        waiting += below
-    return False
+    return any("Compiled" in each.name() or _scale_of(each) is not None for each in nodes_from(node, most))

@@ -1,7 +1,7 @@
 """Small questions to tensors, models and optimizers. None of them changes what it is asked about."""
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import fields, is_dataclass
 
 import torch
@@ -116,6 +116,27 @@ def ends(tensor):
     """Its smallest and largest number, as a tensor of shape (2,); both NaN if one is. It does not wait for a GPU."""
     low, high = torch.aminmax(tensor.detach())
     return torch.stack([wide(low), wide(high)])
+
+
+def nodes_from(root, most, ends=lambda node: False):
+    """The nodes of a graph of autograd, from a loss on, without those that `ends` and what is behind them."""
+    waiting, known = deque([root]), {root}
+    while waiting and most:
+        node = waiting.popleft()
+        yield node
+        most -= 1
+        for after, _ in node.next_functions:
+            if after is not None and after not in known and not ends(after):
+                known.add(after)
+                waiting.append(after)
+
+
+def saved(node, name):
+    """What a node of autograd kept under a name; None if nothing, or if a backward has freed it."""
+    try:
+        return getattr(node, name, None)
+    except RuntimeError:
+        return None
 
 
 def wide(tensor):

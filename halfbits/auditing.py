@@ -88,10 +88,6 @@ def _scales(model, optimizers, scaler):
         cost = "bf16 needs no scale; on CUDA, unscaling is 'not implemented for BFloat16' in some versions. "
         cost += "Cast what trains to float32, or train in bf16 without a scaler."
         yield likely("a GradScaler over bf16 weights", "", cost)
-    momentum = any(group.get("fused") and group.get("momentum") for group in groups_of(optimizers))
-    if momentum and not any(state for one in optimizers for state in one.state.values()):
-        cost = "If the first step is skipped, it is made of uninitialised memory, and used. Leave fused=True out."
-        yield likely("the momentum of a fused optimizer, with a GradScaler", "", cost)
     steps = any(any(one.state.values()) for one in optimizers)
     if steps and scale == 65536 and hasattr(scaler, "state_dict") and scaler.state_dict()["_growth_tracker"] == 0:
         what = "the optimizer has taken steps before, the scaler counts none: its scale is 65,536"
@@ -194,11 +190,6 @@ def _training(model, optimizers, scaler):
     elif held and missing:
         cost = "They stand still unless another optimizer has them."
         yield note("trainable weights that the optimizer lacks", fewer_names(model, missing), cost)
-    adapter = re.compile("lora|adapter|ia3|prefix|prompt", re.IGNORECASE)
-    adapters = [name for name in weights if adapter.search(name)]
-    if adapters and not set(adapters) & set(trained):
-        cost = "requires_grad is False: perhaps they were frozen together with what they were put into."
-        yield likely("adapters that are frozen", fewer_names(model, adapters), cost)
     if frozen := [name for name in weights if name not in trained]:
         count = count_by_dtype(weights[name] for name in frozen)
         words = f"frozen {count}; trained {count_by_dtype(trained.values()) or 'nothing'}"
@@ -206,7 +197,7 @@ def _training(model, optimizers, scaler):
 
 
 def _modules(model, optimizers, scaler):
-    """Positions, statistics and small constants in 16 bits, and weights that a 16-bit generator has spoilt."""
+    """Positions, statistics and small constants in 16 bits."""
     fp16 = {name: part for name, part in model.named_modules() if any(w.dtype == FP16 for w in part.parameters(False))}
     eps = {name: getattr(part, "eps", None) or 1 for name, part in fp16.items()}
     if small := [f"{name}.eps = {value:g}" for name, value in eps.items() if value <= ZERO]:
@@ -221,15 +212,6 @@ def _modules(model, optimizers, scaler):
     if running := [name for name in low if "running_" in name]:
         say = likely if model.training else note
         yield say("running statistics in 16 bits", running, "In training they stop moving near their value.")
-    for name, weight in model.named_parameters():
-        for each in [one for one in readable([weight]) if one.dim() > 1 and one.numel() > 1000]:
-            size, deviation = largest(each), float(each.float().std())
-            many = int((each.abs() == size).sum())
-            if math.isfinite(size) and size > 8 * deviation > 0 and many > 1:
-                what = f"{many} numbers of a weight are {size:.3g} in size, {size / deviation:.0f} standard deviations"
-                cost = "So random numbers look that were made in 16 bits: a uniform number that is rounded to 0 or 1 "
-                cost += "becomes an outlier. Initialize in float32."
-                yield likely(what, name, cost)
 
 
 def _sharding(model, optimizers, scaler):
@@ -245,9 +227,6 @@ def _sharding(model, optimizers, scaler):
             yield likely(f"FSDP2 reduces gradients in 16 bits: {words}", [name], "Set reduce_dtype=torch.float32.")
         else:
             yield note(f"FSDP2's policy: {words}", [name])
-        if policy.param_dtype == FP16 and not is_on(scaler):
-            cost = "Small gradients become 0 in the backward. Add a GradScaler, or use bf16."
-            yield likely("FSDP2 computes in fp16, and nothing scales the loss", [name], cost)
 
 
 def _numbers(model, optimizers, scaler):
@@ -259,13 +238,10 @@ def _numbers(model, optimizers, scaler):
     wild = [name for name, each in weights.items() if each.grad is not None and bad_kind([each.grad])]
     if wild and not is_on(scaler):
         yield certain("gradients that are not finite", wild, "The next step spoils all.")
-    for what, named in (("weights", weights.items()), ("buffers", model.named_buffers())):
-        sizes = {name: largest(each) for name, tensor in named for each in readable([tensor]) if tensor.dtype != FP16}
-        over = [f"{name}: {size:,.0f}" for name, size in sizes.items() if LARGEST < size < math.inf]
-        if over and what == "weights" and is_on(scaler):
-            yield likely("weights above 65504", over, "fp16 makes inf of them.", "Convolution gives inf in fp16")
-        elif over and what == "buffers":
-            yield note("buffers above 65504", over, "`.half()` makes inf of them.")
+    sizes = {name: largest(each) for name, weight in weights.items() for each in readable([weight])}
+    over = [f"{name}: {size:,.0f}" for name, size in sizes.items() if LARGEST < size < math.inf]
+    if over and is_on(scaler):
+        yield likely("weights above 65504", over, "fp16 makes inf of them.", "Convolution gives inf in fp16")
 
 
 def spoilt_buffers(model):

@@ -35,6 +35,7 @@ from halfbits._tensors import (
     is_compiled,
     is_on,
     kind_of,
+    nodes_from,
     plain,
     readable,
     sample,
@@ -99,10 +100,13 @@ class watch:
         self.optimizers, scaler = check_given(model, optimizer, scaler)
         self.scaling = Scaling(scaler)
         self.model, self.plain, self.device = model, plain(model), device_of(model)
+        there = self.device.type in ("cuda", "xpu") and torch.get_device_module(self.device).is_available()
+        self.gpus = [self.device] if there else []  # not those of fake tensors
         self.every, self.save, self.warn, self.patience = every, save, warn, patience
         self.at_once = self.device.type == "cpu" or every == 1
         self.boundary, self.started, self.compiled, self.sees_modules = Boundary(), False, False, True
-        self.names, self.undo, self.weights, self.trained, self.ids, self.first_ids = {}, [], {}, {}, set(), {}
+        self.names, self.parts, self.undo = {}, {}, []
+        self.weights, self.trained, self.ids, self.first_ids = {}, {}, set(), {}
         self.passes = self.steps = self.skipped = self.evaluations = 0
         self.problem = self.culprit_here = None  # a NonFinite; what made the gradients of this pass bad
         # What close looks found.
@@ -117,7 +121,9 @@ class watch:
         self.batch = self.slopes = self.random = self.setting = self.rate = None
         self.stepped_in_backward, self.taken, self.bad_gradients, self.sees_forward = False, 0, 0, False
         self.first_numbers = {}  # samples of the weights at the first look
-        self.regions = self.all_zero = 0  # of autocast that were entered; looks in which all gradients were 0
+        self.all_zero = 0  # looks in which all gradients were 0
+        # Devices whose autocast was entered, whether any module ran in it, and what a wrapper of the forward entered.
+        self.regions, self.region_is_used, self.within = set(), False, None
         self.probe, self.stale = None, False  # what autocast has cast before a step, and serves after it
 
     # Starting, stopping, and what can be asked.
@@ -129,11 +135,6 @@ class watch:
 
     def _start(self):
         self.thread = threading.get_ident()
-        self.names = {id(module): name for name, module in self.plain.named_modules()}
-        outer = self.model
-        while outer is not self.plain:  # its wrappers
-            self.names[id(outer)] = ""
-            outer = getattr(outer, "_orig_mod", None) or outer.module
         compiled = {name: module for name, module in self.plain.named_modules() if is_compiled(module)}
         if compiled or is_compiled(self.model):
             self.unseen[f"the inside of what is compiled ({some(compiled or [''])})"] = True
@@ -163,7 +164,7 @@ class watch:
             look.close()
         if self.slopes:
             self.slopes.remove()
-        self.names, self.batch, self.notes, self.slopes = {}, None, [], None
+        self.names, self.parts, self.batch, self.notes, self.slopes = {}, {}, None, [], None
 
     def wants_modules(self):
         return self.sees_modules and "modules" not in self.boundary.closed
@@ -223,7 +224,13 @@ class watch:
     # The forward pass.
 
     def _refresh(self):
-        """The weights as they are now: lazy ones have got their shape, and adapters may have come."""
+        """The modules and weights as they are now: lazy ones have got their shape, and adapters may have come."""
+        self.parts = dict(self.plain.named_modules())  # kept, so that no new module gets the id of an old one
+        self.names = {id(module): name for name, module in self.parts.items()}
+        outer = self.model
+        while outer is not self.plain:  # its wrappers
+            self.names[id(outer)] = ""
+            outer = getattr(outer, "_orig_mod", None) or outer.module
         self.weights = dict(self.plain.named_parameters())
         self.trained = {name: weight for name, weight in self.weights.items() if weight.requires_grad}
         self.ids = {id(weight) for weight in self.weights.values()}
@@ -268,7 +275,11 @@ class watch:
         if HUB.replaying or self.scaling.attention or looks:
             for each in outputs:
                 self._mark(each, "module", name)
-        if self._looks_away() or output is None:
+        if self._looks_away():
+            return
+        if not self.inside:
+            self.autocast.add(self.within)
+        if output is None:
             return
         if looks:
             self.look.output(name, module, outputs)
@@ -276,6 +287,11 @@ class watch:
             self.notes += [("output", name, ends(each)) for each in readable(outputs)]
         if not self.inside:
             self._end_forward(name, args, kwargs, outputs)
+
+    def enter_region(self, kind):
+        self.regions.add(kind)
+        if len(self.inside) == 1 and kind == self.device.type and not self._looks_away():  # its forward, or a wrapper
+            self.within = self.within or torch.get_autocast_dtype(kind)
 
     def _looks_away(self):
         """What runs is no pass of the run: it is done again, by this or in a checkpointed backward, or transformed."""
@@ -296,12 +312,17 @@ class watch:
     def is_output(self, node):
         return self.marked(node, "output") or "CompiledFunction" in node.name()
 
+    def _is_ours(self, node):
+        """Whether a node of autograd made an output of the model, or holds one of its weights."""
+        return self.is_output(node) or id(getattr(node, "variable", None)) in self.ids
+
     def _see_dtype(self, name, module, outputs):
         kind = self.device.type
         if outputs:
             self.dtypes[name] = outputs[0].dtype
             autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-            self.autocast.add(autocast)
+            if self.inside:
+                self.autocast.add(autocast)
             if autocast in SIXTEEN and type(module) in CAST and outputs[0].dtype == torch.float32:
                 self.kept_float32.add(name)
 
@@ -313,13 +334,13 @@ class watch:
                 self._end_look()
         on = torch.is_autocast_enabled(kind)
         self.setting = {"device_type": kind, "enabled": on, "dtype": torch.get_autocast_dtype(kind)}
+        self.within = self.setting["dtype"] if on else None
         self._look_for_stale_casts()
-        self.autocast.add(self.setting["dtype"] if on else None)
         others = [each for each in ("cuda", "cpu", "mps", "xpu") if each != kind and torch.is_autocast_enabled(each)]
         self.elsewhere = "" if on else others[0] if others else self.elsewhere
         if self.at_once:
-            gpus = [self.device] if kind in ("cuda", "xpu") else []
-            self.random = [torch.get_rng_state(), *(torch.get_device_module(each).get_rng_state(each) for each in gpus)]
+            on_gpus = [torch.get_device_module(gpu).get_rng_state(gpu) for gpu in self.gpus]
+            self.random = [torch.get_rng_state(), *on_gpus]
         self.evaluations += not training
         some_evaluation = self.evaluations < 3 or self.evaluations % self.every == 0
         due = self._is_due() if training else some_evaluation
@@ -425,7 +446,8 @@ class watch:
         loss = loss if scale is None else loss / scale.to(loss.device)
         self.notes.append(("loss", "", torch.stack([loss, loss])))
         if self.at_once:
-            if not math.isfinite(loss.item()) and (scale is None or root.dtype != torch.float16):
+            is_bad = not math.isfinite(loss.item()) and (scale is None or root.dtype != torch.float16)
+            if is_bad and any(map(self._is_ours, nodes_from(root.grad_fn, 20_000))):
                 self._stop(_origins.of_loss(self, root), self.passes + 1)
             most = 20_000 if self.scaling.attention else 200
             module_at = functools.partial(self.marked, key="module")
@@ -551,7 +573,7 @@ class watch:
     def _look_for_stale_casts(self):
         if self.probe is not None and self.setting["enabled"]:
             with torch.enable_grad():
-                self.stale |= float(torch.mm(self.probe, self.probe)) == 1
+                self.stale |= torch.mm(self.probe, self.probe).detach().item() == 1
         self.probe = None
 
     def after_step(self, optimizer):

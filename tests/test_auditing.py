@@ -83,13 +83,11 @@ def test_a_scaler_over_fp16_weights_is_an_error_and_really_raises():
     says(model, "GradScaler over trained fp16 weights", "likely", sgd(model, fused=True), scaler())
 
 
-def test_adapters_that_are_frozen():
+def test_what_is_frozen_is_told_and_not_judged():
     model = nn.ModuleDict({"base": nn.Linear(8, 8).bfloat16(), "lora_a": nn.Linear(8, 8)})
     model["base"].requires_grad_(False)
     assert says(model, "frozen 72 bfloat16; trained 72 float32", "note")["where"] == "base"
-    assert "adapters" not in str(audit(model))
-    model.requires_grad_(False)
-    assert says(model, "adapters that are frozen", "likely")["where"] == "lora_a"
+    assert not worst(audit(model))
 
 
 class Dynamic:
@@ -162,9 +160,6 @@ def test_numbers():
     assert found(report, "weights that are not finite", "certain")["where"] == "3.bias"
     assert "0.weight" in found(report, "weights above 65504", "likely")["where"]
     assert found(report, "buffers that are not finite", "certain")["where"] == "3.running_var"
-    model[3].running_mean[1] = 1e5
-    assert found(audit(model), "buffers above 65504", "note")["where"] == "3.running_mean: 100,000"
-    model[3].running_mean[1] = 0
     assert "65504" not in str(audit(model))  # nothing says that fp16 is used
     for weight in model.parameters():
         weight.grad = torch.zeros_like(weight)
@@ -271,15 +266,6 @@ def test_weights_without_numbers():
     assert not worst(audit(lazy, sgd(lazy)))
 
 
-def test_outliers_as_a_generator_in_16_bits_makes_them():
-    torch.manual_seed(0)
-    model = nn.Linear(100, 100)
-    assert not worst(audit(model))
-    with torch.no_grad():
-        model.weight[:5, 0] = 5.0
-    says(model, "5 numbers of a weight are 5 in size", "likely")
-
-
 @pytest.mark.parametrize(
     "arguments, words",
     [
@@ -297,14 +283,3 @@ def test_a_scheduler_is_no_optimizer():
     model = network()
     with pytest.raises(TypeError, match="a scheduler was given as the optimizer"):
         audit(model, torch.optim.lr_scheduler.StepLR(sgd(model), 1))
-
-
-def test_fused_momentum_is_told_before_a_first_step_that_may_be_skipped():
-    model, scaler = network(), torch.amp.GradScaler("cpu")
-    fused, plain = (torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, fused=fused) for fused in (True, False))
-    words = "the momentum of a fused optimizer"
-    assert words in str(audit(model, fused, scaler))
-    assert words not in str(audit(model, fused)) and words not in str(audit(model, plain, scaler))
-    model(torch.ones(2, 8)).sum().backward()
-    fused.step()
-    assert words not in str(audit(model, fused, scaler))

@@ -642,6 +642,7 @@ def outcome(run, around):
 def hung_up():
     """All that hangs in PyTorch."""
     hooks = [modules._global_forward_hooks, modules._global_forward_pre_hooks]
+    hooks += [modules._global_forward_hooks_always_called, modules._global_forward_hooks_with_kwargs]
     hooks += [optimizers._global_optimizer_pre_hooks, optimizers._global_optimizer_post_hooks]
     functions = [torch.autograd.backward, torch.compile, torch.amp.GradScaler.step]
     return [*map(len, hooks), *functions, len(_get_current_dispatch_mode_stack())]

@@ -48,6 +48,7 @@ NEEDED_BY = {
     "torch.nn.Module()._forward_pre_hooks": "check.first_bad: hooks that were left behind",
     "torch.nn.modules.module._global_forward_hooks": "check.first_bad: hooks that were left behind",
     "torch.nn.modules.module._global_forward_pre_hooks": "check.first_bad: hooks that were left behind",
+    "torch.nn.modules.module._global_forward_hooks_with_kwargs": "halfbits._listening: what remove() leaves there",
     "torch.ops.aten._scaled_dot_product_efficient_attention": "halfbits._fake: fused attention in float32",
     "torch.ops.aten._scaled_dot_product_flash_attention": "halfbits._fake: fused attention in 16 bits",
     "torch.ops.aten._to_copy": "halfbits.casts: the op that casts",
