@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from halfbits._tensors import bad_kind, groups_of, is_on, nodes_from, saved
+from halfbits._tensors import groups_of, is_on, nodes_from, saved
 
 ATTENTION = 64  # passes in which every node of the backward is looked at, after steps that were skipped
 
@@ -17,7 +17,7 @@ class Scaling:
         self.tries, self.skips, self.value = 0, [], math.nan
         self.scaled = self.not_scaled = 0  # backwards since the last step
         self.steps_not_scaled = self.steps_past = self.moved_in_skips = 0
-        self.rate, self.within = None, False
+        self.last, self.within = {}, False  # by optimizer: its rate at the last try, and whether that was left out
         self.by_hand, self.left_over = 1.0, False
         self.attention, self.culprit = 0, None  # passes to be attentive in; the Origin of skipped steps
 
@@ -32,11 +32,6 @@ class Scaling:
         if scale is None:
             self.by_hand = max(self.by_hand, _factor_of(root.grad_fn))
         return scale
-
-    def look_at_left_over(self, gradients):
-        """After a skipped step: whether its bad gradients are still there, for the next backward to add to them."""
-        if self.skips and self.skips[-1] == self.tries and bad_kind(gradients):
-            self.left_over = True
 
     def scale_at_step(self):
         """What gradients are multiplied by at a step: 1 without a scaler, NaN if that is not known."""
@@ -64,10 +59,9 @@ class Scaling:
         if took and at_once and any(each.item() for each in found):
             took = False
         self.value = scaler.get_scale() if at_once else math.nan
-        rate = rate_of(optimizer)
-        if self.skips and self.skips[-1] == self.tries - 1 and self.rate not in (None, rate):
-            self.moved_in_skips += 1
-        self.rate = rate
+        rate, was_skipped = self.last.get(id(optimizer), (None, False))
+        self.moved_in_skips += was_skipped and rate != rate_of(optimizer)
+        self.last[id(optimizer)] = rate_of(optimizer), not took
         if not took:
             self._skipped(at_once)
         return took

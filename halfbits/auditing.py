@@ -205,8 +205,11 @@ def _modules(model, optimizers, scaler):
     low = {name: buffer for name, buffer in model.named_buffers() if buffer.dtype in SIXTEEN}
     if places := [name for name in low if re.search("inv_freq|freqs", name)]:
         cost = "Angles of far positions are off by 1 or more, from about 512 on in bf16. Keep them in float32."
-        yield likely("rotary frequencies in 16 bits", places, cost)
-    if places := [name for name in low if re.search("position|rotary", name) and "freq" not in name]:
+        yield note("rotary frequencies in 16 bits", places, cost)
+    far = {
+        name for name, each in low.items() for one in readable([each]) if largest(one) > 2 / torch.finfo(one.dtype).eps
+    }
+    if places := [name for name in low if re.search("position|rotary", name) and name in far]:
         cost = "bf16 counts to 256 and fp16 to 2048 in steps of 1: later positions fall together."
         yield likely("positions in 16 bits", places, cost)
     if running := [name for name in low if "running_" in name]:

@@ -121,6 +121,7 @@ class watch:
         self.batch = self.slopes = self.random = self.setting = self.rate = None
         self.stepped_in_backward, self.taken, self.bad_gradients, self.sees_forward = False, 0, 0, False
         self.first_numbers = {}  # samples of the weights at the first look
+        self.at_skip, self.late = {}, None  # gradients of a skipped step; a look at a step that is copied after it
         self.all_zero = 0  # looks in which all gradients were 0
         # Devices whose autocast was entered, whether any module ran in it, and what a wrapper of the forward entered.
         self.regions, self.region_is_used, self.within = set(), False, None
@@ -299,7 +300,8 @@ class watch:
 
     def where(self):
         """What is running: the phase, and the innermost module."""
-        return self.phase, self.inside[-1] if self.inside else ""
+        in_a_gradient = self.phase == "loop" and torch._C._current_graph_task_id() != -1  # by torch.autograd.grad
+        return "backward" if in_a_gradient else self.phase, self.inside[-1] if self.inside else ""
 
     def _mark(self, tensor, key, value):
         """A note on the node that made a tensor. It goes with the node, and keeps nothing alive."""
@@ -336,6 +338,9 @@ class watch:
         self.setting = {"device_type": kind, "enabled": on, "dtype": torch.get_autocast_dtype(kind)}
         self.within = self.setting["dtype"] if on else None
         self._look_for_stale_casts()
+        if self.late:
+            self.late.after_step(self.rate)
+            self.late = None
         others = [each for each in ("cuda", "cpu", "mps", "xpu") if each != kind and torch.is_autocast_enabled(each)]
         self.elsewhere = "" if on else others[0] if others else self.elsewhere
         if self.at_once:
@@ -440,8 +445,6 @@ class watch:
         if root.grad_fn is None or not readable([root]) or root.numel() != 1:
             return
         scale = self.scaling.before_backward(root)
-        if self.at_once:
-            self.scaling.look_at_left_over([each.grad for each in self.trained.values() if each.grad is not None])
         loss = root.detach().float().reshape(())
         loss = loss if scale is None else loss / scale.to(loss.device)
         self.notes.append(("loss", "", torch.stack([loss, loss])))
@@ -471,6 +474,8 @@ class watch:
         for name, weight in self.trained.items():
             if weight.grad is not None and _version_of(weight.grad) != self.before.get(name):
                 found.update(zip([name], readable([weight.grad])))
+                skipped = self.at_skip.pop(name, None)
+                self.scaling.left_over |= skipped is not None and skipped == self.before.get(name)
         if not found and not self.stepped_in_backward:
             self.notes = []  # another network's, whose gradients do not reach this one
             return
@@ -599,6 +604,9 @@ class watch:
             self.look_done = look
             look.after = self._norm_of_gradients() if not backward_within else None
             held = set(map(id, held_by([optimizer])))
+            if held.isdisjoint(self.ids):  # it holds masters, which the loop copies into the model
+                self.late = look
+                return
             missing = {name for name, each in self.trained.items() if id(each) in held and each.grad is None}
             self.missing = missing if self.missing is None else self.missing & missing
             look.after_step(self.rate)
@@ -633,7 +641,10 @@ class watch:
             if self.look_done and self.update_look is None:
                 self.look_done.forget_step()
                 self.update_look = self.look_done
-        self.skipped += not took
+        if not took:
+            self.skipped += 1
+            held = set(map(id, held_by([optimizer])))
+            self.at_skip |= {name: _version_of(each.grad) for name, each in self.trained.items() if id(each) in held}
         if self.scaling.streak() > self.patience:
             words = f"{self.scaling.streak()} optimizer steps in a row were skipped, as their gradients were not finite"
             origin = self.scaling.culprit or Origin("backward", "", "", "in the backward")

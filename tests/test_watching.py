@@ -426,6 +426,16 @@ def test_a_loss_of_another_network_is_none_of_this_one():
         (squares(model(torch.rand(4, 8))) + squares(other(torch.rand(4, 8)))).backward()
 
 
+def test_an_overflow_in_a_gradient_that_is_asked_for_is_none_of_the_loss():
+    model = network()
+    with watch(model, save=None, every=1) as seen:
+        for _ in range(3):
+            with torch.autocast("cpu", FP16):
+                loss = squares(model(torch.rand(4, 8)))
+            torch.autograd.grad(loss * 1e9, [*model.parameters()])
+    assert not worst(seen.report), seen
+
+
 def test_a_second_backward_is_the_run_s_own_error():
     model = network()
     with watch(model, save=None) as seen:
@@ -443,6 +453,41 @@ def test_a_forward_of_fake_tensors_on_a_gpu_that_is_not_there():
         with watch(model, save=None) as seen:
             model(torch.rand(4, 8, device="cuda"))
     assert not seen.boundary.closed
+
+
+def test_gradients_of_skipped_steps_that_nothing_is_added_to():
+    """Two networks under one scaler, with schedules of their own; and windows of two backwards, which overflow."""
+    model, mine = nn.ModuleDict({"one": network(), "two": network()}), scaler(init_scale=2.0**20)
+    optimizers = [sgd(model["one"], lr=1e-3), sgd(model["two"], lr=1e-4)]
+    with watch(model, optimizers, mine, save=None) as seen:
+        for _ in range(6):
+            for name, optimizer in zip(model, optimizers):
+                optimizer.zero_grad()
+                for _ in range(2):
+                    with torch.autocast("cpu", FP16):
+                        loss = squares(model[name](torch.rand(4, 8)))
+                    mine.scale(loss).backward()
+                mine.step(optimizer)
+            mine.update()
+    assert 1 < seen.skipped < 12 and not worst(seen.report), seen
+
+
+def test_masters_that_the_loop_keeps_are_no_steps_that_move_nothing():
+    for copied in (True, False):
+        model = network().bfloat16()
+        masters = [weight.detach().float() for weight in model.parameters()]
+        optimizer = torch.optim.SGD(masters, 1.0)
+        with watch(model, optimizer, save=None) as seen:
+            for _ in range(5):
+                squares(model(torch.rand(4, 8).bfloat16())).backward()
+                for master, weight in zip(masters, model.parameters()):
+                    master.grad = weight.grad.float()
+                optimizer.step()
+                for master, weight in zip(masters, model.parameters()):
+                    weight.data.copy_(master if copied else weight)
+                    weight.grad = None
+        assert seen.findings.what.str.contains("steps that move none of the weights").any() != copied, seen
+        assert not (copied and worst(seen.report)), seen
 
 
 def test_gradients_that_are_applied_unchecked():
