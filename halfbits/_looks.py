@@ -17,8 +17,10 @@ class Look:
         self.now, self.coarse, self.cut = {}, None, set()
         self.begins, self.done = 1, False  # forwards that began meanwhile; whether its pass is over
         self.gradients, self.weights = {}, []
-        # The norm of all gradients after the backward, before the step and after it; a cosine between the first two.
-        self.norm = self.at_step = self.after = self.turned = None
+        # The norm of all gradients after the backward; of those that the step takes, the norm then, before the step and
+        # after it, and a cosine between the first two.
+        self.norm = self.made = self.at_step = self.after = self.turned = None
+        self.norms, self.names = {}, []  # of gradients after the backward; those that the step takes
         self.scale, self.opened, self.paused = 1.0, False, False
         self.operations = Operations(boundary, where, loss_only)
         self.sees_operations = False
@@ -126,7 +128,7 @@ class Look:
         self.now = {key: float(value) for key, value in self.now.items()}
         self.operations.made_here = set()
         if not self.weights:
-            self.gradients = {}
+            self.gradients, self.norms = {}, {}
 
     def forget_step(self):
         """A fused optimizer has left the step out."""

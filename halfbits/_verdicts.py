@@ -157,13 +157,13 @@ def _gradients(seen):
         yield likely(
             "gradients that are 0 everywhere", fewer_names(seen.plain, sorted(seen.zero_weights)), seen.zero_made
         )
-    looks = [look for look in seen.looks if look.norm is not None and look.at_step is not None]
+    looks = [look for look in seen.looks if look.made is not None and look.at_step is not None]
     for look in looks[-1:]:
         yield from _on_the_way(look)
 
 
 def _on_the_way(look):
-    made, at_step = float(look.norm), float(look.at_step)
+    made, at_step = float(look.made), float(look.at_step)
     scale, after = look.scale, float(look.after) if look.after is not None else 0.0
     if not 0 < made < math.inf:
         return

@@ -119,9 +119,11 @@ class watch:
         self.inside, self.phase, self.stepping, self.step_from = [], "loop", [], 0
         self.notes, self.pending, self.arrived, self.before = [], [], [], {}
         self.batch = self.slopes = self.random = self.setting = self.rate = None
+        self.asked = False  # whether gradients were asked for within this pass
         self.stepped_in_backward, self.taken, self.bad_gradients, self.sees_forward = False, 0, 0, False
         self.first_numbers = {}  # samples of the weights at the first look
-        self.at_skip, self.late = {}, None  # gradients of a skipped step; a look at a step that is copied after it
+        self.late = None  # a look at a step, whose result is copied into the model after it
+        self.left = {}  # the version of a gradient of a step that was skipped, and whether a backward added to it
         self.all_zero = 0  # looks in which all gradients were 0
         # Devices whose autocast was entered, whether any module ran in it, and what a wrapper of the forward entered.
         self.regions, self.region_is_used, self.within = set(), False, None
@@ -379,6 +381,7 @@ class watch:
     def _incoming(self, gradient):
         """The gradient that reaches the model's output."""
         found = readable([gradient] if gradient is not None else [])
+        self.asked |= self.phase != "backward"  # by torch.autograd.grad, as for a penalty
         self.notes += [("incoming", "", ends(each)) for each in found]
         if self.at_once and self.batch and found and gradient.nbytes <= 2**26:
             self.arrived.append(gradient.detach())
@@ -450,7 +453,8 @@ class watch:
         self.notes.append(("loss", "", torch.stack([loss, loss])))
         if self.at_once:
             is_bad = not math.isfinite(loss.item()) and (scale is None or root.dtype != torch.float16)
-            if is_bad and any(map(self._is_ours, nodes_from(root.grad_fn, 20_000))):
+            routine = scale is not None and self.asked  # of a scaler: a gradient that overflowed is in the loss
+            if is_bad and not routine and any(map(self._is_ours, nodes_from(root.grad_fn, 20_000))):
                 self._stop(_origins.of_loss(self, root), self.passes + 1)
             most = 20_000 if self.scaling.attention else 200
             module_at = functools.partial(self.marked, key="module")
@@ -474,8 +478,9 @@ class watch:
         for name, weight in self.trained.items():
             if weight.grad is not None and _version_of(weight.grad) != self.before.get(name):
                 found.update(zip([name], readable([weight.grad])))
-                skipped = self.at_skip.pop(name, None)
-                self.scaling.left_over |= skipped is not None and skipped == self.before.get(name)
+                version, _ = self.left.pop(name, (None, False))
+                if version is not None and version == self.before.get(name):
+                    self.left[name] = _version_of(weight.grad), True
         if not found and not self.stepped_in_backward:
             self.notes = []  # another network's, whose gradients do not reach this one
             return
@@ -487,17 +492,17 @@ class watch:
             self.zero_weights = self._zero_weights(found, norms)
             if self.look and not self.look.done and not self.look.loss_only:
                 self.look.after_backward(found)
-                self.look.norm = norms.norm()
+                self.look.norm, self.look.norms = norms.norm(), dict(zip(found, norms))
             notes += [("gradient", name, torch.stack([norm, norm])) for name, norm in zip(found, norms)]
         if self.look:
             self.look.done = True
         self.pending.append((self.passes, notes))
-        if slopes and slopes.culprit and self.scaling.attention:
+        if slopes and slopes.culprit and self.scaling.attention and not self.asked:
             self.scaling.culprit, self.scaling.attention = slopes.culprit, 0
         self.culprit_here = slopes.culprit if slopes else None
         if self.at_once or self.passes % self.every == 0:
             self._read()
-        self.batch, self.arrived, self.stepped_in_backward = None, [], False
+        self.batch, self.arrived, self.stepped_in_backward, self.asked = None, [], False, False
 
     def _zero_weights(self, found, norms):
         """The weights with a gradient of 0 everywhere, where others have one."""
@@ -561,9 +566,13 @@ class watch:
         if look:
             look.before_step(self.trained)
             self.first_numbers = self.first_numbers or {name: old for name, _, old in look.weights}
-            look.at_step = self._norm_of_gradients()
-            if getattr(optimizer, "grad_scale", None) is not None:  # a fused step divides by itself
-                look.at_step = look.at_step / optimizer.grad_scale.to(look.at_step.device)
+            held = set(map(id, held_by([optimizer])))
+            look.names = [name for name in look.gradients if id(self.trained.get(name)) in held] or [*look.gradients]
+            look.made = norms_of([look.norms[name] for name in look.names]).norm() if look.names else None
+            look.at_step = self._norm_of_gradients(look)
+            given = getattr(optimizer, "grad_scale", None)
+            if given is not None and look.at_step is not None:  # a fused step divides by itself
+                look.at_step = look.at_step / given.to(look.at_step.device)
             look.scale = self.scaling.scale_at_step()
             look.turned = self._direction(look)
 
@@ -602,7 +611,7 @@ class watch:
             if backward_within:
                 look.at_step = None
             self.look_done = look
-            look.after = self._norm_of_gradients() if not backward_within else None
+            look.after = self._norm_of_gradients(look) if not backward_within else None
             held = set(map(id, held_by([optimizer])))
             if held.isdisjoint(self.ids):  # it holds masters, which the loop copies into the model
                 self.late = look
@@ -611,16 +620,17 @@ class watch:
             self.missing = missing if self.missing is None else self.missing & missing
             look.after_step(self.rate)
 
-    def _norm_of_gradients(self):
-        found = readable([weight.grad for weight in self.trained.values() if weight.grad is not None])
+    def _norm_of_gradients(self, look):
+        weights = [self.trained[name] for name in look.names if name in self.trained]
+        found = readable([weight.grad for weight in weights if weight.grad is not None])
         return norms_of(found).norm() if found else None
 
     def _direction(self, look):
         """The cosine between the gradients after the backward and now; None where there is nothing to compare."""
         then, now = [], []
-        for name, before in look.gradients.items():
+        for name in look.names:
             for each in readable([self.trained[name].grad] if self.trained[name].grad is not None else []):
-                then.append(before)
+                then.append(look.gradients[name])
                 now.append(sample(each))
         if not then or [each.shape for each in then] != [each.shape for each in now]:
             return None
@@ -630,6 +640,12 @@ class watch:
         if is_on(scaler) and self._holds(optimizer):
             self.scaling.before_step(scaler)
             self.taken = self.steps
+            self.scaling.left_over |= any(added for _, added in self._left_of(optimizer).values())
+
+    def _left_of(self, optimizer):
+        """What is left of the gradients of steps that were skipped, of weights that an optimizer holds."""
+        held = set(map(id, held_by([optimizer])))
+        return {name: left for name, left in self.left.items() if id(self.trained.get(name)) in held}
 
     def after_scaler_step(self, scaler, optimizer):
         if not self.scaling.within:
@@ -644,7 +660,8 @@ class watch:
         if not took:
             self.skipped += 1
             held = set(map(id, held_by([optimizer])))
-            self.at_skip |= {name: _version_of(each.grad) for name, each in self.trained.items() if id(each) in held}
+            bad = {name: each.grad for name, each in self.trained.items() if id(each) in held}
+            self.left |= {name: (_version_of(gradient), False) for name, gradient in bad.items()}
         if self.scaling.streak() > self.patience:
             words = f"{self.scaling.streak()} optimizer steps in a row were skipped, as their gradients were not finite"
             origin = self.scaling.culprit or Origin("backward", "", "", "in the backward")

@@ -436,6 +436,30 @@ def test_an_overflow_in_a_gradient_that_is_asked_for_is_none_of_the_loss():
     assert not worst(seen.report), seen
 
 
+def test_a_penalty_on_gradients_that_overflow_is_the_scaler_s_routine():
+    """And what the generator's backward leaves in the critic is cleared before the critic's next step."""
+    generator, critic = network(), network()
+    model, mine = nn.ModuleDict({"generator": generator, "critic": critic}), scaler(init_scale=2.0**24)
+    optimizers = [sgd(generator, lr=1e-5), sgd(critic, lr=1e-5)]
+    with watch(model, optimizers, mine, save=None) as seen:
+        for _ in range(25):
+            optimizers[1].zero_grad()
+            real = torch.rand(4, 8, requires_grad=True)
+            with torch.autocast("cpu", FP16):
+                judged = critic(real)
+            (slope,) = torch.autograd.grad(mine.scale(judged.float().sum()), real, create_graph=True)
+            penalty = (slope / mine.get_scale()).square().mean()
+            mine.scale(judged.float().mean() + penalty).backward()
+            mine.step(optimizers[1])
+            optimizers[0].zero_grad()
+            with torch.autocast("cpu", FP16):
+                judged = critic(generator(torch.rand(4, 8)))
+            mine.scale(judged.float().mean()).backward()
+            mine.step(optimizers[0])
+            mine.update()
+    assert 5 < seen.skipped < 40 and not worst(seen.report), seen
+
+
 def test_a_second_backward_is_the_run_s_own_error():
     model = network()
     with watch(model, save=None) as seen:
