@@ -640,12 +640,9 @@ class watch:
         if is_on(scaler) and self._holds(optimizer):
             self.scaling.before_step(scaler)
             self.taken = self.steps
-            self.scaling.left_over |= any(added for _, added in self._left_of(optimizer).values())
-
-    def _left_of(self, optimizer):
-        """What is left of the gradients of steps that were skipped, of weights that an optimizer holds."""
-        held = set(map(id, held_by([optimizer])))
-        return {name: left for name, left in self.left.items() if id(self.trained.get(name)) in held}
+            held = set(map(id, held_by([optimizer]))) if self.left else ()
+            added = [name for name, (_, added) in self.left.items() if added and id(self.trained.get(name)) in held]
+            self.scaling.left_over |= bool(added)
 
     def after_scaler_step(self, scaler, optimizer):
         if not self.scaling.within:
