@@ -7,6 +7,7 @@ import functools
 import importlib
 import logging
 import sys
+import threading
 import traceback
 import warnings
 from contextlib import contextmanager, nullcontext
@@ -27,19 +28,27 @@ class NonFinite(RuntimeError):
         self.origin, self.path, self.case = origin, path, case
 
 
+class Busy(threading.local):
+    """How deep this thread is within watches: what it computes there is their own, and none of them looks at it."""
+
+    depth = 0
+
+
+BUSY = Busy()
+
+
 class Boundary:
     """Calls what is a watch's own, so that an error of it ends that part of the looking, and not the run."""
 
     def __init__(self):
         self.closed = {}  # a part of the watch, and why it does not look any more
-        self.busy = 0  # what is computed meanwhile is the watch's own
         self.foreign = False  # whether a mode of the run's own is on
 
     def call(self, part, function, *args):
         """What the function returns; None if it fails, or if that part has failed before."""
         if part in self.closed:
             return None
-        self.busy += 1
+        BUSY.depth += 1
         self.foreign = any(not isinstance(mode, Operations) for mode in _get_current_dispatch_mode_stack())
         try:
             with _disable_current_modes() if self.foreign else nullcontext():
@@ -52,7 +61,11 @@ class Boundary:
             self.close(part, f"of {why} (in {frame.name}, line {frame.lineno})")
             return None
         finally:
-            self.busy -= 1
+            BUSY.depth -= 1
+
+    @property
+    def busy(self):
+        return BUSY.depth
 
     def close(self, part, why):
         if part not in self.closed:

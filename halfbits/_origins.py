@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from halfbits._listening import HUB
+from halfbits._listening import BUSY, HUB
 from halfbits._ops import Operations, Origin, Slopes, first_made, loss_origin
 from halfbits._tensors import bad_kind, module_of, plain, short, tensors_in
 from halfbits.report import some
@@ -77,8 +77,8 @@ def _again(seen, gradients=()):
     name, args, kwargs, random, setting = seen.batch
     buffers = [(buffer, buffer.detach().clone()) for buffer in seen.plain.buffers()]
     operations, culprit = Operations(seen.boundary, seen.where), None
-    phase, busy = seen.phase, seen.boundary.busy
-    seen.phase, seen.inside, seen.boundary.busy = "forward", [], 0
+    phase, busy = seen.phase, BUSY.depth
+    seen.phase, seen.inside, BUSY.depth = "forward", [], 0
     try:
         with ExitStack() as around:
             around.enter_context(HUB.replay())
@@ -94,7 +94,7 @@ def _again(seen, gradients=()):
     except Exception as error:
         seen.unseen[f"the pass done again, which failed ({type(error).__name__}: {error})"] = True
     finally:
-        seen.phase, seen.inside, seen.boundary.busy = phase, [], busy
+        seen.phase, seen.inside, BUSY.depth = phase, [], busy
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.data.copy_(before)

@@ -1,5 +1,6 @@
 """What `watch` finds in runs that are broken, each beside a sound twin, and what it says of what it saw."""
 
+import contextlib
 import copy
 import math
 
@@ -10,6 +11,7 @@ from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 
 from halfbits import NonFinite, watch
+from halfbits._ops import Operations
 from tests.small_runs import BF16, FP16, Op, after, found, large, network, scaler, sgd, squares, stopped, train, worst
 
 
@@ -697,6 +699,22 @@ def test_of_two_networks_each_has_its_own_table():
     assert (one.passes, two.passes) == (3, 6)
     for seen in (one, two):
         assert {"0", "2"} <= set(seen.table().dropna().index) and not worst(seen.report)
+
+
+def test_two_watches_do_not_look_at_each_other(monkeypatch):
+    seen_by, look = [], Operations._look
+    monkeypatch.setattr(Operations, "_look", lambda *args: seen_by.append(args[1].name()) or look(*args))
+    model = network()
+    optimizer = sgd(model)
+    counts = []
+    for watches in (1, 2):
+        seen_by.clear()
+        with contextlib.ExitStack() as stack:
+            for _ in range(watches):
+                stack.enter_context(watch(model, optimizer, save=None, every=1))
+            train(model, optimizer, None, [1.0] * 3)
+        counts.append(len(seen_by))
+    assert counts[1] == counts[0] > 0  # one of them looks at operations
 
 
 def test_numbers_of_a_device_that_is_read_late_are_judged_pass_by_pass():

@@ -119,7 +119,7 @@ def bare(model, optimizer):
 def main():
     for build in LOOPS.values():  # what is slow only once
         run(build, watched, 5)
-    lines = [f"| loop | a step | {' | '.join(f'`{name}`' for name in AROUND)} |", "|---|---|" + "---|" * len(AROUND)]
+    lines = [f"| loop | {' | '.join(f'`{name}`' for name in AROUND)} |", "|---|" + "---|" * len(AROUND)]
     pairs = [(name, what) for name in LOOPS for what in AROUND]
     found = {pair: compared(LOOPS[pair[0]], AROUND[pair[1]]) for pair in progress(pairs)}
     for name in LOOPS:
@@ -127,7 +127,7 @@ def main():
         for what in AROUND:
             middle, least, most, step = found[name, what]
             cells.append(f"{middle:.2f} ({least:.2f} to {most:.2f})")
-        lines.append(f"| {name} | {1e3 * step:,.0f} ms | {' | '.join(cells)} |")
+        lines.append(f"| {name}, {1e3 * step:,.0f} ms a step | {' | '.join(cells)} |")
     note = (
         f"*Processor time of {STEPS} steps ({STEPS_OF_OTHERS} for the others) beside that of bare runs: the median and "
     )
