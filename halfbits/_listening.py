@@ -231,6 +231,8 @@ class Hub:
         return result
 
     def _region(self, original, region):
+        for watch in self.watches:  # an island within a region is a use of it
+            watch.region_is_used |= any(map(torch.is_autocast_enabled, watch.regions))
         result = original(region)
         if getattr(region, "_enabled", False):
             for watch in self.watches:

@@ -19,6 +19,9 @@ def of_forward(seen, name, args, kwargs):
         found = first_made(seen.look.operations.made)
     if found is None:
         found = first_made(_again(seen)[0])
+    if found is None and (masked := _bad_inputs(args, kwargs, ("-inf",))):  # which a mask may hold, and others not
+        words = f"in the forward, in {name or 'the model'}, whose input holds -inf ({some(masked)})"
+        found = Origin("forward", name, "", words)
     words = f"in the forward, in {name or 'the model'}; done again, it was finite or failed: the operation is not known"
     return found or Origin("forward", name, "", words)
 
@@ -37,9 +40,13 @@ def _already_there(seen, args, kwargs):
         elif seen.passes and not seen.steps:
             when = "the loop made them so, outside of an optimizer's step"
         return Origin("weights", module_of(bad[0]), "", f"in the weights already ({when}): {some(bad)}")
-    named = [*((f"args.{number}", each) for number, each in enumerate(args)), *kwargs.items()]
-    bad = [name for name, each in named if bad_kind(tensors_in(each)) in ("nan", "inf")]
+    bad = _bad_inputs(args, kwargs, ("nan", "inf"))
     return Origin("input", "", "", f"in the input: {some(bad)}") if bad else None
+
+
+def _bad_inputs(args, kwargs, kinds):
+    named = [*((f"args.{number}", each) for number, each in enumerate(args)), *kwargs.items()]
+    return [name for name, each in named if bad_kind(tensors_in(each)) in kinds]
 
 
 def of_loss(seen, root):

@@ -418,6 +418,24 @@ def test_autocast_for_another_network_and_within_a_wrapped_forward():
     assert "computed in bfloat16 and float32 under autocast to bfloat16." in str(seen)
 
 
+def test_autocast_around_an_island_is_used():
+    model = network()
+    with watch(model, save=None) as seen:
+        for _ in range(2):
+            with torch.autocast("cpu", BF16), torch.autocast("cpu", enabled=False):
+                loss = squares(model(torch.rand(4, 8)))
+            loss.backward()
+    assert not worst(seen.report), seen
+
+
+def test_minus_infinity_that_a_part_before_has_made():
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+    model[0].weight.data.fill_(-1e5)
+    told = pytest.raises(NonFinite, match=r"in the forward, in 1, whose input holds -inf \(args.0\)")
+    with told, watch(model, save=None), torch.autocast("cpu", FP16):
+        model[1](model[0](torch.rand(4, 8)))
+
+
 def test_a_loss_of_another_network_is_none_of_this_one():
     model, other = network(), large(1e30)
     with watch(model, save=None) as seen:
