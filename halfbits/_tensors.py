@@ -62,6 +62,10 @@ def held_by(optimizers):
     return [weight for group in groups_of(optimizers) for weight in group["params"]]
 
 
+def ids_held_by(optimizers):
+    return set(map(id, held_by(optimizers)))
+
+
 def is_on(scaler):
     """Whether a loss scaler works; one that cannot say so, as DeepSpeed's, does."""
     return scaler is not None and (not hasattr(scaler, "is_enabled") or scaler.is_enabled())

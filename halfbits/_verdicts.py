@@ -3,7 +3,7 @@
 import math
 import re
 
-from halfbits._tensors import BF16, FP16, SIXTEEN, fewer_names, held_by, module_of, readable, sample, short
+from halfbits._tensors import BF16, FP16, SIXTEEN, fewer_names, ids_held_by, module_of, readable, sample, short
 from halfbits.auditing import spoilt_buffers, states_of, who_keeps_masters
 from halfbits.report import certain, likely, note, some
 
@@ -75,7 +75,7 @@ def _region(seen):
 
 def _replaced(seen):
     """Weights that the optimizer held, and that others have replaced since."""
-    held = set(map(id, held_by(seen.optimizers)))
+    held = ids_held_by(seen.optimizers)
     now = {name: id(weight) for name, weight in seen.plain.named_parameters() if weight.requires_grad}
     gone = [name for name, each in now.items() if each not in held and seen.first_ids.get(name) in held]
     if gone:
@@ -126,7 +126,7 @@ def _scaling(seen):
 
 def _gradients(seen):
     """Weights that no gradient reaches or no optimizer moves, and gradients that change on their way to the step."""
-    ids = set(map(id, held_by(seen.optimizers)))
+    ids = ids_held_by(seen.optimizers)
     lacking = [name for look in seen.looks[-1:] for name in look.gradients if id(seen.trained.get(name)) not in ids]
     if lacking and seen.steps and len(lacking) < len(seen.trained):
         cost = "They have a gradient. Give them to the optimizer, or set requires_grad to False."

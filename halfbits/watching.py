@@ -32,6 +32,7 @@ from halfbits._tensors import (
     device_of,
     ends,
     held_by,
+    ids_held_by,
     is_compiled,
     is_on,
     kind_of,
@@ -56,10 +57,11 @@ class watch:
     """Watch a training run, as a context manager or by `start()` and `stop()`.
 
     It raises `NonFinite` at the first loss, output or gradient that is not finite, and says where that number came
-    from. Gradients that overflow under a GradScaler are its routine: it raises where more than `patience` steps in a
-    row were skipped. On a CPU, and on a GPU with `every=1`, it reads the numbers of each pass, and raises before the
-    optimizer's step. Else it reads them once in `every` passes; then nothing can be done again, and no operation is
-    named.
+    from. Gradients that overflow under a GradScaler, those in a penalty too, are its routine: it raises where more than
+    `patience` steps in a row were skipped.
+
+    On a CPU, and on a GPU with `every=1`, it reads the numbers of each pass, and raises before the optimizer's step.
+    Else it reads them once in `every` passes; then nothing can be done again, and no operation is named.
 
     In one pass of `every` it looks closely: at each operation of forward, loss and backward, at the gradients of each
     module, and at what the step does to the weights. `table()` has that by module, `findings` what it means.
@@ -545,7 +547,7 @@ class watch:
     def _holds(self, optimizer):
         """Whether it moves weights of this model, or was given."""
         known = any(optimizer is one for one in self.optimizers)
-        if not known and not self.ids.isdisjoint(map(id, held_by([optimizer]))):
+        if not known and not self.ids.isdisjoint(ids_held_by([optimizer])):
             self.optimizers.append(optimizer)
             known = True
         return known
@@ -566,7 +568,7 @@ class watch:
         if look:
             look.before_step(self.trained)
             self.first_numbers = self.first_numbers or {name: old for name, _, old in look.weights}
-            held = set(map(id, held_by([optimizer])))
+            held = ids_held_by([optimizer])
             look.names = [name for name in look.gradients if id(self.trained.get(name)) in held] or [*look.gradients]
             look.made = norms_of([look.norms[name] for name in look.names]).norm() if look.names else None
             look.at_step = self._norm_of_gradients(look)
@@ -612,7 +614,7 @@ class watch:
                 look.at_step = None
             self.look_done = look
             look.after = self._norm_of_gradients(look) if not backward_within else None
-            held = set(map(id, held_by([optimizer])))
+            held = ids_held_by([optimizer])
             if held.isdisjoint(self.ids):  # it holds masters, which the loop copies into the model
                 self.late = look
                 return
@@ -640,7 +642,7 @@ class watch:
         if is_on(scaler) and self._holds(optimizer):
             self.scaling.before_step(scaler)
             self.taken = self.steps
-            held = set(map(id, held_by([optimizer]))) if self.left else ()
+            held = ids_held_by([optimizer]) if self.left else ()
             added = [name for name, (_, added) in self.left.items() if added and id(self.trained.get(name)) in held]
             self.scaling.left_over |= bool(added)
 
@@ -656,7 +658,7 @@ class watch:
                 self.update_look = self.look_done
         if not took:
             self.skipped += 1
-            held = set(map(id, held_by([optimizer])))
+            held = ids_held_by([optimizer])
             bad = {name: each.grad for name, each in self.trained.items() if id(each) in held}
             self.left |= {name: (_version_of(gradient), False) for name, gradient in bad.items()}
         if self.scaling.streak() > self.patience:
